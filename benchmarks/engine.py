@@ -87,13 +87,14 @@ def lending_engine(
     lending: dict[str, Any],
     scheduling: dict[str, Any],
     kv_transfer_config: dict[str, Any] | None = None,
+    worker: str = "loomserve.platform.lending.engine.worker.RemoteAttentionWorker",
     **options: Any,
 ) -> Any:
     """One that lends or borrows, by ``LendingOptions``, and schedules by ``SchedulerOptions``."""
     return offline_engine(
         model,
         kv_transfer_config,
-        worker_cls="loomserve.platform.lending.engine.worker.RemoteAttentionWorker",
+        worker_cls=worker,
         scheduler_cls="loomserve.platform.lending.engine.scheduler.make_scheduler",
         **ONE_PROCESS,
         additional_config={ADDITIONAL_CONFIG: scheduling, LENDING_CONFIG: lending},

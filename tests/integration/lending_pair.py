@@ -28,10 +28,12 @@ def lending_engine(model: str, *, lending: dict[str, Any], number: int = 0, **op
         {"queue": "fair", "preemption": "recompute"},
         core=core(number),
         dtype=EXACT,
-        max_model_len=512,
-        max_num_seqs=16,
-        max_num_batched_tokens=128,
-        **options,
+        **{
+            "max_model_len": 512,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 128,
+            **options,
+        },
     )
 
 

@@ -8,12 +8,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def save(folder: Path, *, vocabulary: int, context: int) -> None:
+def save(folder: Path, *, vocabulary: int, context: int, head_size: int = 8) -> None:
     """Without a tokenizer; the same weights each time, and no token that ends an answer."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocabulary,
-        hidden_size=32,
+        hidden_size=4 * head_size,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,

@@ -17,9 +17,11 @@ class ResumingGpuModelRunner(ResumesRequests, GPUModelRunner):  # type: ignore[m
 class ResumingGpuWorker(Worker):  # type: ignore[misc]
     """Makes our model runner where vLLM would make its own."""
 
+    runner_class = ResumingGpuModelRunner
+
     def init_device(self) -> None:
         super().init_device()
         self.model_runner: Any
         if type(self.model_runner) is GPUModelRunner:
             # It holds nothing yet.
-            self.model_runner = ResumingGpuModelRunner(self.vllm_config, self.device)
+            self.model_runner = self.runner_class(self.vllm_config, self.device)

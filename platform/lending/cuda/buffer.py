@@ -28,6 +28,7 @@ checked there, and that register is used. Its own state is in memory that no bor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,9 @@ import triton.language as tl
 
 LINE_WORDS = 16
 """int64 words of 128 bytes: what one end writes shares no cache line with what the other writes."""
+
+_ALIGNED = 256
+"""Bytes at whose multiples each tensor begins."""
 
 # The line ``posted``, which the borrower writes, and ``done``, which the lender writes.
 NUMBER = tl.constexpr(0)
@@ -133,26 +137,83 @@ class TaskBuffer(NamedTuple):
     closed: torch.Tensor
 
     @classmethod
+    def over(
+        cls, shape: TaskShape, lender: torch.Tensor, borrower: torch.Tensor, closed: torch.Tensor
+    ) -> TaskBuffer:
+        """Lay a buffer over flat memory of both ends.
+
+        Args:
+            shape: of the loan.
+            lender: uint8 [:func:`lender_bytes`], zeros at first; ``borrower`` likewise, of
+                :func:`borrower_bytes`.
+            closed: int64 [1].
+        """
+        return cls(
+            **_views(_of_lender(shape), lender),
+            **_views(_of_borrower(shape), borrower),
+            closed=closed,
+        )
+
+    @classmethod
     def allocate(cls, shape: TaskShape, lender: str, borrower: str) -> TaskBuffer:
         """Make a buffer within one process, of zeros, ``closed`` beside the borrower."""
-        rows, dtype = shape.max_rows, shape.dtype
-        queries = (rows, shape.query_heads, shape.head_size)
-        keys = (rows, shape.kv_heads, shape.head_size)
-
-        def zeros(size: tuple[int, ...], kind: torch.dtype, device: str) -> torch.Tensor:
-            return torch.zeros(size, dtype=kind, device=device)
-
-        return cls(
-            posted=zeros((LINE_WORDS,), torch.int64, lender),
-            requests=zeros((rows,), torch.int32, lender),
-            contexts=zeros((rows,), torch.int32, lender),
-            block_table=zeros((shape.max_requests, shape.max_blocks), torch.int32, lender),
-            slots=zeros((rows,), torch.int64, lender),
-            query=zeros(queries, dtype, lender),
-            key=zeros(keys, dtype, lender),
-            value=zeros(keys, dtype, lender),
-            done=zeros((LINE_WORDS,), torch.int64, borrower),
-            output=zeros(queries, dtype, borrower),
-            lse=zeros(queries[:2], torch.float32, borrower),
-            closed=zeros((1,), torch.int64, borrower),
+        return cls.over(
+            shape,
+            torch.zeros(lender_bytes(shape), dtype=torch.uint8, device=lender),
+            torch.zeros(borrower_bytes(shape), dtype=torch.uint8, device=borrower),
+            torch.zeros(1, dtype=torch.int64, device=borrower),
         )
+
+
+_Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def lender_bytes(shape: TaskShape) -> int:
+    """Bytes of what lies in the lender's memory."""
+    return _end(_of_lender(shape))
+
+
+def borrower_bytes(shape: TaskShape) -> int:
+    return _end(_of_borrower(shape))
+
+
+def _of_lender(shape: TaskShape) -> _Fields:
+    rows = shape.max_rows
+    keys = (rows, shape.kv_heads, shape.head_size)
+    return {
+        "posted": (torch.int64, (LINE_WORDS,)),
+        "requests": (torch.int32, (rows,)),
+        "contexts": (torch.int32, (rows,)),
+        "block_table": (torch.int32, (shape.max_requests, shape.max_blocks)),
+        "slots": (torch.int64, (rows,)),
+        "query": (shape.dtype, (rows, shape.query_heads, shape.head_size)),
+        "key": (shape.dtype, keys),
+        "value": (shape.dtype, keys),
+    }
+
+
+def _of_borrower(shape: TaskShape) -> _Fields:
+    queries = (shape.max_rows, shape.query_heads)
+    return {
+        "done": (torch.int64, (LINE_WORDS,)),
+        "output": (shape.dtype, (*queries, shape.head_size)),
+        "lse": (torch.float32, queries),
+    }
+
+
+def _padded(dtype: torch.dtype, size: tuple[int, ...]) -> int:
+    nbytes: int = prod(size) * dtype.itemsize
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+def _end(fields: _Fields) -> int:
+    return sum(_padded(*field) for field in fields.values())
+
+
+def _views(fields: _Fields, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    views, first = {}, 0
+    for name, (dtype, size) in fields.items():
+        nbytes = prod(size) * dtype.itemsize
+        views[name] = memory[first : first + nbytes].view(dtype).view(size)
+        first += _padded(dtype, size)
+    return views

@@ -1,4 +1,4 @@
-"""vLLM's CPU attention backend, with some rows, or some heads of all own rows, left to lenders.
+"""Parts of an attention backend that leave some rows, or some heads of all own rows, to lenders.
 
 The batch's rows are sorted by partition (:mod:`.model_runner`): own rows first, then those of each
 loan. Each layer first posts what is borrowed, then computes the rest, then fetches the borrowed
@@ -8,31 +8,18 @@ wherever it is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadata,
-    CPUAttentionMetadataBuilder,
-)
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from loomserve.platform.lending.engine.block_partitions import OWN
 from loomserve.platform.lending.engine.context import LendingContext
 from loomserve.platform.lending.engine.shards.heads import RemoteHeads
-from loomserve.platform.lending.ring.borrower import Borrower
-
-
-def use_remote_attention() -> None:
-    """Register the backend below as this process's, in place of the only one that vLLM's CPU
-    platform selects."""
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.RemoteAttentionBackend")
+from loomserve.platform.lending.leaf import BorrowerEnd
 
 
 def share_context(layers: dict[str, Any], context: LendingContext) -> None:
@@ -43,7 +30,7 @@ def share_context(layers: dict[str, Any], context: LendingContext) -> None:
         context: of the model's engine.
     """
     for layer in layers.values():
-        if isinstance(impl := getattr(layer, "impl", None), RemoteAttentionImpl):
+        if isinstance(impl := getattr(layer, "impl", None), AttendsRemotely):
             impl.lending = context
 
 
@@ -51,7 +38,7 @@ def share_context(layers: dict[str, Any], context: LendingContext) -> None:
 class RemoteRows:
     """The rows of a batch whose attention one lender computes."""
 
-    borrower: Borrower
+    borrower: BorrowerEnd
     tokens: slice
 
 
@@ -68,32 +55,19 @@ class RemoteAttentionMetadata:
         layers: The number of each layer, by its name.
     """
 
-    own: CPUAttentionMetadata | None
+    own: Any | None
     own_tokens: int
     heads: RemoteHeads | None
     borrowed: list[RemoteRows]
     layers: dict[str, int]
 
 
-class RemoteAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """vLLM's CPU backend, under its name."""
-
-    # So that query, key and value come together, and are posted before own rows are computed.
-    forward_includes_kv_cache_update = True
-
-    @staticmethod
-    def get_impl_cls() -> type[RemoteAttentionImpl]:
-        return RemoteAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[RemoteAttentionBuilder]:
-        return RemoteAttentionBuilder
-
-
-class RemoteAttentionBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
-    """Divides a batch by partition, once a step."""
+class DividesBatch:
+    """Part of a metadata builder: divides a batch by partition, once a step."""
 
     layer_names: list[str]
+    vllm_config: Any
+    block_size: int
     num_heads: int
     num_kv_heads: int
 
@@ -102,21 +76,22 @@ class RemoteAttentionBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> CPUAttentionMetadata | RemoteAttentionMetadata:
+    ) -> Any:
+        build: Callable[..., Any] = super().build  # type: ignore[misc]
         common, lending = common_attn_metadata, self._lending
         if lending is None:
-            return super().build(common_prefix_len, common, fast_build)
+            return build(common_prefix_len, common, fast_build)
         ends = _ends_of_partitions(common, lending)
         if lending.shard is None and set(ends) <= {OWN}:
-            return super().build(common_prefix_len, common, fast_build)
+            return build(common_prefix_len, common, fast_build)
         own_requests = ends.pop(OWN, 0)
-        own_tokens = int(common.query_start_loc[own_requests])
+        own_tokens = int(common.query_start_loc_cpu[own_requests])
         own, heads = None, None
         if own_requests:
             own_rows = _first_requests(common, own_requests, own_tokens)
             heads = _begin_shard_step(lending, own_rows)
             with self._only(heads):
-                own = super().build(0, own_rows, fast_build)
+                own = build(0, own_rows, fast_build)
         borrowed, first = [], own_requests
         for partition, end in ends.items():
             borrowed.append(self._begin_loan_step(lending, common, partition, first, end))
@@ -130,7 +105,7 @@ class RemoteAttentionBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         """What the worker handed to the layers of this builder's group."""
         layers = self.vllm_config.compilation_config.static_forward_context
         impl = layers[self.layer_names[0]].impl
-        return impl.lending if isinstance(impl, RemoteAttentionImpl) else None
+        return impl.lending if isinstance(impl, AttendsRemotely) else None
 
     @contextmanager
     def _only(self, heads: RemoteHeads | None) -> Iterator[None]:
@@ -153,7 +128,7 @@ class RemoteAttentionBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     ) -> RemoteRows:
         """Tell the lender of ``partition`` what the rows of requests ``first`` to ``end`` are."""
         starts = common.query_start_loc[first : end + 1]
-        tokens = slice(int(starts[0]), int(starts[-1]))
+        tokens = slice(*common.query_start_loc_cpu[[first, end]].tolist())
         base = lending.partitions.ranges[partition].start
         borrower = lending.borrowers[partition]
         borrower.begin_step(
@@ -206,11 +181,14 @@ def _first_requests(
     )
 
 
-class RemoteAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
-    """One layer's attention: posts borrowed rows, computes own ones, fetches the borrowed."""
+class AttendsRemotely:
+    """Part of one layer's attention: posts borrowed rows, computes own ones, fetches the
+    borrowed."""
 
     lending: LendingContext | None = None
     """Set by the worker; None in layers of another engine's model that are hosted here."""
+    kv_sharing_target_layer_name: str | None
+    do_kv_cache_update: Callable[..., None]
 
     def forward(
         self,
@@ -219,7 +197,7 @@ class RemoteAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: CPUAttentionMetadata | RemoteAttentionMetadata | None,
+        attn_metadata: Any,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -280,10 +258,10 @@ class RemoteAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: CPUAttentionMetadata,
+        metadata: Any,
         output: torch.Tensor,
     ) -> None:
         # vLLM does so in an op of its own where a backend leaves it to it.
         if self.kv_sharing_target_layer_name is None and key is not None:
             self.do_kv_cache_update(layer, key, value, kv_cache, metadata.slot_mapping)
-        super().forward(layer, query, key, value, kv_cache, metadata, output)
+        super().forward(layer, query, key, value, kv_cache, metadata, output)  # type: ignore[misc]

@@ -8,8 +8,7 @@ from typing import Any, TypedDict
 from loomserve.platform.lending.engine.context import LendingContext
 from loomserve.platform.lending.engine.memory.block_copy import BlockMover
 from loomserve.platform.lending.engine.shards.shard import LocalKv
-from loomserve.platform.lending.ring.borrower import Borrower
-from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.leaf import Leaf
 
 
 class StepLimits(TypedDict):
@@ -23,10 +22,13 @@ class StepLimits(TypedDict):
 class BorrowerWorker:
     """Opens and closes the rings to lenders, each of which holds one partition."""
 
-    def __init__(self, lending: LendingContext, kv: LocalKv, limits: StepLimits) -> None:
+    def __init__(
+        self, lending: LendingContext, kv: LocalKv, limits: StepLimits, leaf: Leaf
+    ) -> None:
         self._lending = lending
         self._kv = kv
         self._limits = limits
+        self._leaf = leaf
 
     def requirements(self) -> dict[str, Any]:
         """Return what a lender must know to keep some of this engine's requests."""
@@ -40,7 +42,8 @@ class BorrowerWorker:
 
     def borrow(self, partition: int, path: str) -> None:
         """Attach to the ring of the lender that holds ``partition``."""
-        self._lending.borrowers[partition] = Borrower(Ring.attach(Path(path)))
+        lending = self._lending
+        lending.borrowers[partition] = self._leaf.borrower(Path(path), lending.patience_s)
 
     def end_loan(self, partition: int) -> None:
         self._lending.borrowers.pop(partition).ring.close()

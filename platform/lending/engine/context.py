@@ -8,7 +8,7 @@ from typing import Any
 
 from loomserve.platform.lending.engine.block_partitions import Partitions
 from loomserve.platform.lending.engine.shards.shard import RemoteShard
-from loomserve.platform.lending.ring.borrower import Borrower
+from loomserve.platform.lending.leaf import BorrowerEnd
 
 
 @dataclass
@@ -30,6 +30,6 @@ class LendingContext:
 
     patience_s: float = 0.1
     partitions: Partitions = field(default_factory=lambda: Partitions([0], 0))
-    borrowers: dict[int, Borrower] = field(default_factory=dict)
+    borrowers: dict[int, BorrowerEnd] = field(default_factory=dict)
     shard: RemoteShard | None = None
     poll: Callable[[], Any] | None = None

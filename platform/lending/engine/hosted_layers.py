@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 from loomserve.platform.base.heap import give_back_freed
 from loomserve.platform.lending.engine.shards.layers import decoder_layers
 from loomserve.platform.lending.engine.shards.weights import weights_of
-from loomserve.platform.lending.ring.attention_server import Caches
+from loomserve.platform.lending.ring.served_ring import Caches
 
 
 class HostedLayers:

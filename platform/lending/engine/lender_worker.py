@@ -15,8 +15,8 @@ from loomserve.platform.lending.engine.hosted_layers import HostedLayers
 from loomserve.platform.lending.engine.memory.lent import borrower_caches
 from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.engine.sliced_operators import SlicedOperators
-from loomserve.platform.lending.ring.attention_server import AttentionServer
-from loomserve.platform.lending.ring.geometry import Geometry
+from loomserve.platform.lending.leaf import LenderEnd
+from loomserve.platform.lending.ring.geometry import GPU, Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
 
 _BEARABLE_WAIT_S = 1e-4
@@ -36,7 +36,7 @@ class LenderWorker:
     """
 
     def __init__(
-        self, lending: LendingContext, server: AttentionServer, kv: LocalKv, model: nn.Module
+        self, lending: LendingContext, server: LenderEnd, kv: LocalKv, model: nn.Module
     ) -> None:
         self._lending = lending
         self._server = server
@@ -84,13 +84,15 @@ class LenderWorker:
             borrower: what it asked for (:meth:`BorrowerWorker.requirements`).
 
         Raises:
-            ValueError: its KV is of another type than this engine's.
+            ValueError: its KV is of another type than this engine's, or its device of another kind.
         """
         geometry = Geometry.from_json(borrower["geometry"])
         own = self._kv.geometry.dtype
         if geometry.dtype != own:
             # What one left in a block would not be finite numbers of the other's.
             raise ValueError(f"KV of {own} has no room for a borrower's of {geometry.dtype}")
+        if (geometry.isa == GPU) != (self._kv.geometry.isa == GPU):
+            raise ValueError("a GPU's engine and a CPU's lend nothing to each other")
         ring = LentRing.create(
             Path(path),
             geometry,

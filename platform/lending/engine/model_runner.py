@@ -1,4 +1,4 @@
-"""vLLM's CPU model runner with mapped KV memory, and batches in order of partitions."""
+"""Model runners with batches in order of partitions; that of CPUs has mapped KV memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,24 @@ from loomserve.platform.lending.engine.context import LendingContext
 from loomserve.platform.lending.engine.memory.mapped import MappedMemory
 
 
-class RemoteAttentionModelRunner(SeedKeepingModelRunner):
-    """Sorts the rows of each batch by partition, own ones first.
-
-    Its KV memory has address space for all block numbers, and memory for its own blocks.
-    """
+class SortsRows:
+    """Part of a model runner: sorts the rows of each batch by partition, own ones first."""
 
     lending: LendingContext
     """Set by the worker that makes this runner."""
+    input_batch: Any
+
+    def _may_reorder_batch(self, scheduler_output: Any) -> None:
+        super()._may_reorder_batch(scheduler_output)  # type: ignore[misc]
+        if self.lending.borrowers:
+            batch = self.input_batch
+            first = batch.block_table[0].block_table.np[: batch.num_reqs, 0]
+            _sort_rows(batch, [self.lending.partitions.of(block) for block in first.tolist()])
+
+
+class RemoteAttentionModelRunner(SortsRows, SeedKeepingModelRunner):
+    """Has address space for all block numbers in its KV memory, and memory for its own blocks."""
+
     kv_memory: MappedMemory
     """Set by :meth:`initialize_kv_cache_tensors`."""
 
@@ -43,12 +53,9 @@ class RemoteAttentionModelRunner(SeedKeepingModelRunner):
         bind_kv_cache(caches, layers, self.kv_caches)
         return caches
 
-    def _may_reorder_batch(self, scheduler_output: Any) -> None:
-        super()._may_reorder_batch(scheduler_output)
-        if self.lending.borrowers:
-            batch = self.input_batch
-            first = batch.block_table[0].block_table.np[: batch.num_reqs, 0]
-            _sort_rows(batch, [self.lending.partitions.of(block) for block in first.tolist()])
+    def release(self, rows: torch.Tensor) -> None:
+        """Give back the memory of some rows of a cache (:meth:`MappedMemory.release`)."""
+        self.kv_memory.release(rows)
 
 
 def _sort_rows(batch: Any, partitions: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker that borrows from lenders, and lends to borrowers, while it runs its own steps.
+"""A worker that borrows from lenders, and lends to borrowers, while it runs its own steps.
 
 Its engine's scheduler divides the same block address space (:mod:`.borrower_scheduler`,
 :mod:`.lender_scheduler`) and calls the methods below by name, through vLLM's ``collective_rpc``.
@@ -8,6 +8,7 @@ Each calls the plain object that does the work.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
@@ -18,58 +19,83 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from loomserve.kvstore.engine.connector import StoreConnector
 from loomserve.kvstore.engine.connector_worker import StoreConnectorWorker
 from loomserve.platform.engine.worker import NonSpinningWorker
-from loomserve.platform.lending.engine.attention import share_context, use_remote_attention
+from loomserve.platform.lending.engine.attention import share_context
 from loomserve.platform.lending.engine.block_partitions import OWN, borrowed_partitions
 from loomserve.platform.lending.engine.borrower_worker import BorrowerWorker, StepLimits
 from loomserve.platform.lending.engine.context import LendingContext
+from loomserve.platform.lending.engine.cpu_attention import use_remote_attention
 from loomserve.platform.lending.engine.lender_worker import LenderWorker
 from loomserve.platform.lending.engine.model_runner import RemoteAttentionModelRunner
 from loomserve.platform.lending.engine.shard_worker import ShardWorker
 from loomserve.platform.lending.engine.shards.layers import OwnModel
 from loomserve.platform.lending.engine.shards.shard import LocalKv
-from loomserve.platform.lending.ring.attention_server import AttentionServer
+from loomserve.platform.lending.leaf import Leaf
 from loomserve.platform.lending.ring.geometry import Geometry
+from loomserve.platform.lending.ring.leaf import RingLeaf
 from loomserve.platform.state.lending_options import LENDING_CONFIG, LendingOptions, ShardSpec
 
 
-class RemoteAttentionWorker(NonSpinningWorker):
-    """The worker of an engine that takes part in lending.
+class TakesPartInLending(ABC):
+    """Part of the worker of an engine that takes part in lending.
 
     ``_borrower``, ``_shards`` and ``_lender`` exist once there is KV memory.
     """
 
-    runner_class = RemoteAttentionModelRunner
+    vllm_config: Any
+    model_config: Any
+    cache_config: Any
+    model_runner: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._options = LendingOptions.model_validate(
             self.vllm_config.additional_config[LENDING_CONFIG]
         )
-        use_remote_attention()
+        self.use_remote_attention()
         self._context = LendingContext(patience_s=self._options.patience_ms / 1000)
-        self._server = AttentionServer(split_kv=envs.VLLM_CPU_ATTN_SPLIT_KV)
+        self._leaf = self.leaf()
+        self._server = self._leaf.server()
+
+    # Of the kind of device
+
+    @abstractmethod
+    def use_remote_attention(self) -> None:
+        """Have attention layers be of a backend that leaves rows to lenders."""
+
+    @abstractmethod
+    def leaf(self) -> Leaf:
+        """Return what carries loans' rows between this worker's device and its lenders'."""
+
+    @abstractmethod
+    def isa(self, layer: Any) -> str:
+        """Return what ``Geometry`` says of how a layer's attention packs blocks."""
+
+    def own_memory(self, config: KVCacheConfig, blocks: int) -> KVCacheConfig:
+        """Return the configuration with no memory but for the first ``blocks``."""
+        # A layer's memory begins where the one before would end if it had a block for each number.
+        return replace(config, num_blocks=blocks)
 
     # vLLM's start
 
     def init_device(self) -> None:
-        super().init_device()
+        super().init_device()  # type: ignore[misc]
         self.model_runner.lending = self._context
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
         share_context(self.vllm_config.compilation_config.static_forward_context, self._context)
 
     def determine_available_memory(self) -> int:
         """Return the bytes of its own and of lenders together, since vLLM makes one block address
         space of them."""
-        return int(super().determine_available_memory()) + self._options.borrow_bytes
+        own: int = super().determine_available_memory()  # type: ignore[misc]
+        return own + self._options.borrow_bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self._context.partitions = partitions = borrowed_partitions(kv_cache_config, self._options)
         own = len(partitions.ranges[OWN])
         self._check_own(kv_cache_config, own)
-        # A layer's memory begins where the one before would end if it had a block for each number.
-        super().initialize_from_config(replace(kv_cache_config, num_blocks=own))
+        super().initialize_from_config(self.own_memory(kv_cache_config, own))  # type: ignore[misc]
         self._prepare_loans()
 
     def _check_own(self, config: KVCacheConfig, own: int) -> None:
@@ -89,7 +115,7 @@ class RemoteAttentionWorker(NonSpinningWorker):
         kv = LocalKv(
             attention=attention,
             caches=runner.kv_caches,
-            release=runner.kv_memory.release,
+            release=runner.release,
             numbers=context.partitions.ranges[-1].stop,
             geometry=self._geometry(attention),
         )
@@ -100,7 +126,7 @@ class RemoteAttentionWorker(NonSpinningWorker):
             max_blocks=int(runner.input_batch.block_table[0].block_table.np.shape[1]),
         )
         model = OwnModel(runner.get_model(), self.vllm_config)
-        self._borrower = BorrowerWorker(context, kv, limits)
+        self._borrower = BorrowerWorker(context, kv, limits, self._leaf)
         self._shards = ShardWorker(context, kv, model, limits, _store)
         self._lender = LenderWorker(context, self._server, kv, model.module)
 
@@ -114,14 +140,14 @@ class RemoteAttentionWorker(NonSpinningWorker):
             block_size=self.cache_config.block_size,
             dtype=str(self.model_config.dtype).removeprefix("torch."),
             scale=layer.impl.scale,
-            isa=layer.isa,
+            isa=self.isa(layer),
         )
 
     def compile_or_warm_up_model(self) -> Any:
         if self._options.lend_bytes:
             # Timing and packing take seconds, which requests would wait at the first loan.
             self.look_for_tasks(self._options.polling)
-        return super().compile_or_warm_up_model()
+        return super().compile_or_warm_up_model()  # type: ignore[misc]
 
     # Borrowing
 
@@ -134,7 +160,11 @@ class RemoteAttentionWorker(NonSpinningWorker):
         Raises:
             ValueError: that shard cannot be lent.
         """
-        return self._shards.requirements(shard) if shard else self._borrower.requirements()
+        if not shard:
+            return self._borrower.requirements()
+        if not self._leaf.computes_shards:
+            raise ValueError("heads and layers move between CPU devices only")
+        return self._shards.requirements(shard)
 
     def borrow(self, partition: int, path: str) -> None:
         self._borrower.borrow(partition, path)
@@ -175,7 +205,7 @@ class RemoteAttentionWorker(NonSpinningWorker):
     # Lending
 
     def look_for_tasks(self, polling: str) -> dict[str, Any]:
-        return self._lender.look_for_tasks(polling)
+        return self._lender.look_for_tasks(polling if self._leaf.polls else "steps")
 
     def slicing_plans(self) -> dict[str, Any]:
         return self._lender.slicing_plans()
@@ -193,7 +223,7 @@ class RemoteAttentionWorker(NonSpinningWorker):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self._server.busy()
-        output = super().execute_model(scheduler_output)
+        output = super().execute_model(scheduler_output)  # type: ignore[misc]
         if output is not None:
             # Nothing to sample, so sample_tokens is not called.
             self._server.idle()
@@ -201,13 +231,28 @@ class RemoteAttentionWorker(NonSpinningWorker):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         try:
-            return super().sample_tokens(grammar_output)
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
         finally:
             self._server.idle()
 
     def shutdown(self) -> None:
         self._server.stop()
-        super().shutdown()
+        super().shutdown()  # type: ignore[misc]
+
+
+class RemoteAttentionWorker(TakesPartInLending, NonSpinningWorker):
+    """vLLM's CPU worker that takes part in lending."""
+
+    runner_class = RemoteAttentionModelRunner
+
+    def use_remote_attention(self) -> None:
+        use_remote_attention()
+
+    def leaf(self) -> Leaf:
+        return RingLeaf(split_kv=envs.VLLM_CPU_ATTN_SPLIT_KV)
+
+    def isa(self, layer: Any) -> str:
+        return str(layer.isa)
 
 
 def _store() -> StoreConnectorWorker | None:

@@ -7,22 +7,22 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from loomserve.platform.lending.policy.layout import PLAIN, Rows
 from loomserve.platform.lending.ring import native
 from loomserve.platform.lending.ring.geometry import Geometry
-from loomserve.platform.lending.ring.lent_ring import STATS, LentRing
-from loomserve.platform.lending.ring.ring import (
-    LINE_WORDS,
-    Closed,
-    ControlLine,
-    RingPeer,
-    RingTask,
+from loomserve.platform.lending.ring.lent_ring import LentRing
+from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, ControlLine
+from loomserve.platform.lending.ring.served_ring import (
+    IDLED,
+    POLLED,
+    AttendedRing,
+    Caches,
+    ComputeLayers,
 )
 
 log = logging.getLogger(__name__)
@@ -31,16 +31,6 @@ LOOK_NS = 100_000_000
 """Nanoseconds between two looks at which borrowers live."""
 IDLE_SLEEP_S = 100e-6
 """The fallback's thread is not woken: it sleeps so long between two looks for tasks."""
-_POLLED, _IDLED, _SERVICE_NS, _PICKUP_NS = range(4)
-"""The lender's counters."""
-
-Caches = Sequence[tuple[Tensor, Tensor]]
-ComputeLayers = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""Computes whole layers of a borrower's batch.
-
-Takes hidden states and residual in the ring's ``query`` and ``output``, then query_start_loc,
-seq_lens, block_table, slot_mapping and the metadata of vLLM's kernel. Leaves hidden states and
-residual in ``output`` and ``query``."""
 
 
 class AttentionServer:
@@ -198,7 +188,7 @@ class _Fallback:
 
     def __init__(self, spin_s: float) -> None:
         self._spin_s = spin_s
-        self._rings: dict[LentRing, _ServedRing] = {}
+        self._rings: dict[LentRing, AttendedRing] = {}
         self._lock = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
@@ -215,7 +205,7 @@ class _Fallback:
         rows: Rows,
     ) -> None:
         with self._lock:
-            self._rings[ring] = _ServedRing(ring, split_kv, caches, layers, rows)
+            self._rings[ring] = AttendedRing(ring, split_kv, caches, layers, rows)
             if self._thread is None:
                 threads = torch.get_num_threads()
                 self._thread = threading.Thread(target=self._serve_while_idle, args=(threads,))
@@ -228,7 +218,7 @@ class _Fallback:
 
     def poll(self) -> int:
         with self._lock:
-            return self._serve_all(_POLLED)
+            return self._serve_all(POLLED)
 
     def busy(self) -> None:
         self._idle.clear()
@@ -274,203 +264,9 @@ class _Fallback:
             with self._lock:
                 served = 0
                 if self._idle.is_set() and not self._stopped:
-                    served = self._serve_all(_IDLED)
+                    served = self._serve_all(IDLED)
                     self._look_for_dead(time.monotonic_ns())
             if served:
                 last = time.monotonic()
             elif time.monotonic() - last >= self._spin_s:
                 time.sleep(IDLE_SLEEP_S)
-
-
-class _ServedRing:
-    """One ring, and the step that its borrower is in."""
-
-    def __init__(
-        self,
-        ring: LentRing,
-        split_kv: bool,
-        caches: Caches,
-        layers: ComputeLayers | None,
-        rows: Rows,
-    ) -> None:
-        self._layers = layers
-        self._rows = rows
-        self.borrower = RingPeer(ring, ControlLine.BORROWER)
-        self._ring = ring
-        self._split_kv = split_kv
-        self._caches = caches
-        self._done = ring.words[ControlLine.DONE * LINE_WORDS]
-        self._done_at = time.monotonic_ns()
-        self._step: int | None = None
-        self._end = 0
-        # Blocks from it on hold nothing of the borrower's.
-        self._written = 0
-        self._work = RingTask.ATTEND
-        self._blocks: list[int] = []
-        self._metadata: Tensor | None = None
-
-    def serve(self, counter: int) -> bool:
-        """Serve at most one task; False if none is there."""
-        ring, words, posted = self._ring, self._ring.words, ControlLine.POSTED * LINE_WORDS
-        number = words[posted]
-        if number == self._done or ring.closed is not Closed.OPEN:
-            return False
-        begin, layer = time.monotonic_ns(), words[posted + 1]
-        if (
-            number != self._done + 1
-            or not 0 <= layer < len(self._caches)
-            or not self._step_is_valid()
-        ):
-            ring.shut(Closed.REFUSED)
-            return False
-        self._written = max(self._written, self._end)
-        if self._work is RingTask.ATTEND:
-            self._attend(*self._caches[layer])
-            self._count(counter, 1)
-            self._count(_SERVICE_NS, time.monotonic_ns() - begin)
-            # No task is posted before the one before it is done.
-            self._count(_PICKUP_NS, begin - min(max(words[posted + 2], self._done_at), begin))
-        else:
-            self._copy(self._caches[layer])
-        self._done_at = time.monotonic_ns()
-        self._done = words[ControlLine.DONE * LINE_WORDS] = number
-        return True
-
-    def clear(self, first: int) -> None:
-        """Set to zero what the borrower has written from this block of its own on."""
-        if first >= self._written:
-            return
-        for rows in self._rows.between(first, self._written):
-            for key, value in self._caches:
-                key[rows].zero_()
-                value[rows].zero_()
-        self._written = first
-
-    def _count(self, counter: int, amount: int) -> None:
-        own = self._ring.own_words
-        own[STATS + counter] += amount
-        # So that the borrower sees it, too.
-        self._ring.words[ControlLine.LENDER_STATS * LINE_WORDS + counter] = own[STATS + counter]
-
-    def _step_is_valid(self) -> bool:
-        step = self._ring.words[ControlLine.STEP * LINE_WORDS]
-        if step != self._step:
-            self._step = None
-            if not self._take_step():
-                return False
-            self._step = step
-        return self._end <= min(self._rows.blocks(len(self._caches[0][0])), self._ring.granted)
-
-    def _take_step(self) -> bool:
-        """Copy the step's metadata and check the copy, which the borrower cannot change."""
-        ring, areas, block_size = self._ring, self._ring.areas, self._ring.geometry.block_size
-        requests, tokens, work = ring.words[
-            ControlLine.STEP * LINE_WORDS + 1 : ControlLine.STEP * LINE_WORDS + 4
-        ]
-        if work in (RingTask.WRITE, RingTask.READ):
-            return self._take_copy(requests, RingTask(work))
-        self._work = RingTask.ATTEND
-        if work != RingTask.ATTEND or not (
-            1 <= requests <= ring.max_requests and 1 <= tokens <= ring.max_tokens
-        ):
-            return False
-        self._starts = areas.query_start_loc[: requests + 1].clone()
-        self._lens = areas.seq_lens[:requests].clone()
-        self._table = areas.block_table[:requests].clone()
-        self._slots = areas.slot_mapping[:tokens].clone()
-        # No sum of these may wrap around.
-        added, lens = self._starts.long().diff(), self._lens.long()
-        used = (lens + block_size - 1) // block_size
-        if (
-            self._starts[0] != 0
-            or self._starts[-1] != tokens
-            or added.min() < 1
-            or (lens - added).min() < 0
-            or used.max() > ring.max_blocks
-        ):
-            return False
-        blocks = self._table[torch.arange(ring.max_blocks) < used[:, None]]
-        if min(blocks.min(), self._slots.min()) < 0:
-            return False
-        self._end = 1 + int(max(blocks.max(), self._slots.max() // block_size))
-        self._slots = (
-            self._rows.of(self._slots // block_size) * block_size + self._slots % block_size
-        )
-        self._table = self._rows.of(self._table)
-        geometry = ring.geometry
-        self._metadata = torch.ops._C.get_scheduler_metadata(
-            requests,
-            geometry.query_heads,
-            geometry.kv_heads,
-            geometry.head_size,
-            self._lens,
-            areas.query.dtype,
-            self._starts,
-            True,
-            geometry.sliding_window,
-            geometry.isa,
-            self._split_kv,
-            None,
-            "auto",
-        )
-        return True
-
-    def _take_copy(self, blocks: int, work: RingTask) -> bool:
-        if not 1 <= blocks <= self._ring.most_copied:
-            return False
-        self._work = work
-        self._blocks = self._ring.areas.block_table[0, :blocks].tolist()
-        if min(self._blocks) < 0:
-            return False
-        self._end = 1 + max(self._blocks)
-        self._blocks = [self._rows.of(block) for block in self._blocks]
-        return True
-
-    def _copy(self, caches: tuple[Tensor, Tensor]) -> None:
-        for rows, cache in zip(self._ring.copied(len(self._blocks)), caches, strict=True):
-            for row, block in zip(rows, self._blocks, strict=True):
-                into, out_of = (
-                    (cache[block], row) if self._work is RingTask.WRITE else (row, cache[block])
-                )
-                into.copy_(out_of)
-
-    def _attend(self, key_cache: Tensor, value_cache: Tensor) -> None:
-        areas, geometry, tokens = self._ring.areas, self._ring.geometry, len(self._slots)
-        if self._layers is not None:
-            assert self._metadata is not None
-            self._layers(
-                areas.query[:tokens], areas.output[:tokens], self._starts, self._lens,
-                self._table, self._slots, self._metadata,
-            )  # fmt: skip
-            return
-        torch.ops._C.cpu_attn_reshape_and_cache(
-            areas.key[:tokens],
-            areas.value[:tokens],
-            key_cache,
-            value_cache,
-            self._slots,
-            geometry.isa,
-            1.0,
-            1.0,
-            "auto",
-        )
-        torch.ops._C.cpu_attention_with_kv_cache(
-            areas.query[:tokens],
-            key_cache,
-            value_cache,
-            areas.output[:tokens],
-            self._starts,
-            self._lens,
-            geometry.scale,
-            True,
-            None,
-            geometry.sliding_window,
-            self._table,
-            geometry.softcap,
-            self._metadata,
-            None,
-            None,
-            1.0,
-            1.0,
-            "auto",
-        )

@@ -38,7 +38,7 @@ class Borrower:
     need not ask in every layer.
     """
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: Ring, *, in_python: bool = False) -> None:
         self.ring = ring
         self._in_flight = False
         # The part of the step's metadata that copies of blocks overwrite.
@@ -46,7 +46,7 @@ class Borrower:
         self._number = ring.counter(ControlLine.STEP)
         self._tokens = 0
         ring.words[ControlLine.BORROWER * LINE_WORDS] = os.getpid()
-        module = native.extension()
+        module = None if in_python else native.extension()
         self._end = module.Borrower(native.mapped(module, ring)) if module else _Fallback(ring)
 
     def begin_step(

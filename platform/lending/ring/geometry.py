@@ -7,6 +7,8 @@ from typing import Self
 
 import msgspec
 
+GPU = "gpu"
+"""Of ``Geometry.isa``: a token's key and value lie side by side, as on GPUs."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -18,7 +20,7 @@ class Geometry:
         dtype: Of activations and KV cache alike.
         scale: By which logits are multiplied.
         isa: Variant of vLLM's CPU attention kernel that packs a block's interior ("vec", "vec16",
-            "amx", "neon", …).
+            "amx", "neon", …), or :data:`GPU`.
         sliding_window: In tokens; -1 is none.
         softcap: Of logits; 0 is none.
 

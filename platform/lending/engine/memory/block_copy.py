@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
-from loomserve.platform.lending.ring.borrower import Borrower
+from loomserve.platform.lending.engine.memory.lent import keys_and_values
+from loomserve.platform.lending.leaf import BorrowerEnd
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.ring import RingTask
 
@@ -31,11 +32,10 @@ class BlockMover:
         kv_caches: Sequence[torch.Tensor],
         geometry: Geometry,
         partitions: Partitions,
-        borrowers: Mapping[int, Borrower],
+        borrowers: Mapping[int, BorrowerEnd],
         patience_s: float,
     ) -> None:
-        of = (geometry.kv_heads, 2 * geometry.block_size, geometry.head_size)
-        self._own: list[Rows] = [cache.view(-1, *of).chunk(2, dim=2) for cache in kv_caches]
+        self._own: list[Rows] = [keys_and_values(cache, geometry) for cache in kv_caches]
         self._partitions = partitions
         self._borrowers = borrowers
         self._patience_s = patience_s
@@ -82,5 +82,5 @@ class BlockMover:
         if partition != OWN:
             return self._borrowers[partition].write(layer, *rows, self._patience_s)
         for cache, some in zip(self._own[layer], rows, strict=True):
-            cache[blocks] = some
+            cache[blocks] = some.to(cache.device)
         return True

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 
 from loomserve.platform.lending.policy.layout import PLAIN, Layout, Rows, abreast, stacked
-from loomserve.platform.lending.ring.geometry import Geometry
+from loomserve.platform.lending.ring.geometry import GPU, Geometry
 
 Caches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -55,14 +55,29 @@ def borrower_caches(
             (
                 (rows.abreast - 1) * rows.apart + number,
                 borrower.kv_heads,
-                2 * borrower.block_size,
-                borrower.head_size,
+                borrower.block_size,
+                2 * borrower.head_size,
             ),
-            (together * size, size // borrower.kv_heads, borrower.head_size, 1),
+            (together * size, size // borrower.kv_heads, 2 * borrower.head_size, 1),
         )
-        key, value = cache.chunk(2, dim=2)
-        caches.append((key, value))
+        caches.append(keys_and_values(cache, borrower))
     return caches, rows
+
+
+def keys_and_values(cache: torch.Tensor, geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of a cache's keys and of its values, [blocks, kv_heads, block_size, head_size].
+
+    Args:
+        cache: [blocks, kv_heads, block_size, 2 * head_size]; heads are contiguous.
+        geometry: of its attention, whose ``isa`` says how a head's bytes are divided.
+    """
+    if geometry.isa == GPU:
+        key, value = cache.chunk(2, dim=3)
+        return key, value
+    shape = (*cache.shape[:2], 2 * geometry.block_size, geometry.head_size)
+    strides = (*cache.stride()[:2], geometry.head_size, 1)
+    key, value = cache.as_strided(shape, strides, cache.storage_offset()).chunk(2, dim=2)
+    return key, value
 
 
 def _stride(kv_caches: Sequence[torch.Tensor]) -> int:

@@ -27,17 +27,17 @@ class _Hopper(NonNvmlCudaPlatform):  # type: ignore[misc]
 # Ours, vLLM's class that it subclasses on a CPU, and the one that it would on a GPU.
 PAIRS = (
     (
-        "loomserve.platform.lending.engine.attention:RemoteAttentionImpl",
+        "loomserve.platform.lending.engine.cpu_attention:RemoteAttentionImpl",
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl",
         "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl",
     ),
     (
-        "loomserve.platform.lending.engine.attention:RemoteAttentionImpl",
+        "loomserve.platform.lending.engine.cpu_attention:RemoteAttentionImpl",
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl",
         "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl",
     ),
     (
-        "loomserve.platform.lending.engine.attention:RemoteAttentionBuilder",
+        "loomserve.platform.lending.engine.cpu_attention:RemoteAttentionBuilder",
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder",
         "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder",
     ),

@@ -23,6 +23,7 @@ from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.engine.shards.store_memory import ShardedMemory
 from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.geometry import Geometry
+from loomserve.platform.lending.ring.leaf import RingLeaf
 from loomserve.platform.lending.ring.lent_ring import LentRing
 
 OWN_BLOCKS, LENT_BLOCKS, LENDER = 4, 6, 1
@@ -62,7 +63,7 @@ class Engines:
         numbers = OWN_BLOCKS + LENT_BLOCKS
         self.kv = local_kv(OWN_BLOCKS, numbers)
         self.context = LendingContext(5.0, Partitions([0, OWN_BLOCKS], numbers))
-        self.borrower = BorrowerWorker(self.context, self.kv, LIMITS)
+        self.borrower = BorrowerWorker(self.context, self.kv, LIMITS, RingLeaf(split_kv=True))
         names = [each.layer_name for each in self.kv.attention]
         self.store = StoreSeen(KvMemory(dict(zip(names, self.kv.caches, strict=True))))
         model: Any = None

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loomserve.platform.lending.engine.memory.lent import borrower_caches
+from loomserve.platform.lending.engine.memory.lent import borrower_caches, keys_and_values
 from loomserve.platform.lending.policy.layout import Layout, borrower_blocks, lender_blocks
-from loomserve.platform.lending.ring.geometry import Geometry
+from loomserve.platform.lending.ring.geometry import GPU, Geometry
 
 BLOCKS = 12
 
@@ -29,6 +29,7 @@ def lender_caches(layers: int, heads: int, size: int, head: int) -> list[torch.T
     guest_heads=st.integers(1, 4),
     guest_block=st.sampled_from([32, 64]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
+    isa=st.sampled_from(["vec", GPU]),
     first=st.integers(1, BLOCKS - 1),
 )
 def test_guests_write_into_the_range_only_and_nowhere_twice(
@@ -38,12 +39,13 @@ def test_guests_write_into_the_range_only_and_nowhere_twice(
     guest_heads: int,
     guest_block: int,
     dtype: str,
+    isa: str,
     first: int,
 ) -> None:
     caches = lender_caches(layers, heads, 32, 32)
     borrower = Geometry(
         layers=guest_layers, query_heads=guest_heads, kv_heads=guest_heads, head_size=32,
-        block_size=guest_block, dtype=dtype, scale=1.0, isa="vec",
+        block_size=guest_block, dtype=dtype, scale=1.0, isa=isa,
     )  # fmt: skip
     shapes = (Layout(layers, caches[0][0].nbytes), Layout(guest_layers, borrower.layer_block_bytes))
     views, rows = borrower_caches(caches, first, BLOCKS - first, borrower)
@@ -105,3 +107,18 @@ def test_so_many_blocks_hold_what_they_are_said_to_hold(
 def test_a_guest_like_the_lender_loses_nothing() -> None:
     same = Layout(30, 49152)
     assert borrower_blocks(same, same, 17) == lender_blocks(same, same, 17) == 17
+
+
+@pytest.mark.parametrize("isa", ["vec", GPU])
+def test_keys_and_values_of_a_head_are_each_half_of_its_bytes(isa: str) -> None:
+    geometry = Geometry(
+        layers=1, query_heads=2, kv_heads=2, head_size=4, block_size=3, dtype="float32",
+        scale=1.0, isa=isa,
+    )  # fmt: skip
+    (cache,) = lender_caches(1, 2, 3, 4)
+    key, value = keys_and_values(cache, geometry)
+    key[5], value[5] = 1, 2
+    token = [1] * 4 + [2] * 4 if isa == GPU else [1] * 8
+    assert cache[5, 1, 0].tolist() == token
+    assert cache[5, 1].sum() == 3 * 4 * (1 + 2)
+    assert not cache[4].any()

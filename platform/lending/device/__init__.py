@@ -1,0 +1,1 @@
+"""Loans whose attention is computed by kernels on devices, with control words in the task ring."""

@@ -1,0 +1,26 @@
+"""Kernels between devices of one kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loomserve.platform.lending.device.borrower import KernelBorrower
+from loomserve.platform.lending.device.memory import SharedMemory
+from loomserve.platform.lending.device.server import KernelServer
+from loomserve.platform.lending.ring.ring import Ring
+
+
+class KernelLeaf:
+    """A :class:`~loomserve.platform.lending.leaf.Leaf` over memory that both ends map."""
+
+    computes_shards = False
+    polls = False
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+
+    def borrower(self, path: Path, patience_s: float) -> KernelBorrower:
+        return KernelBorrower(Ring.attach(path), self._memory, patience_s)
+
+    def server(self) -> KernelServer:
+        return KernelServer(self._memory)

@@ -1,0 +1,156 @@
+"""Memory that both ends of a loan map; each opens what the other made by a file beside the ring."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import struct
+import weakref
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+_PAGE = 4096
+_HANDLE_BYTES = 64
+_FILE = struct.Struct(f"<Q{_HANDLE_BYTES}s")
+
+
+class SharedMemory(Protocol):
+    """Memory of one kind of device that another process of the same user can map."""
+
+    def make(self, path: Path, nbytes: int) -> torch.Tensor:
+        """Return uint8 [nbytes] of zeros, and leave at ``path`` what it is opened by."""
+
+    def open(self, path: Path, nbytes: int) -> torch.Tensor | None:
+        """Map what was made at ``path``, and remove the file; None if there is none.
+
+        Raises:
+            ValueError: it is of another size.
+        """
+
+    def pin(self, words: torch.Tensor) -> torch.Tensor:
+        """Have kernels reach these words of the host's memory, for as long as the result lives.
+
+        Args:
+            words: int64, within one page of a mapping.
+        """
+
+
+class HostMemory:
+    """Shared memory of the host, for kernels that are interpreted."""
+
+    def make(self, path: Path, nbytes: int) -> torch.Tensor:
+        new = path.with_name(f"{path.name}.{os.getpid()}.new")
+        file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(file, 0, nbytes)
+        finally:
+            os.close(file)
+        tensor = _mapped(new, nbytes)
+        new.rename(path)
+        return tensor
+
+    def open(self, path: Path, nbytes: int) -> torch.Tensor | None:
+        if not path.exists():
+            return None
+        if (size := path.stat().st_size) != nbytes:
+            raise ValueError(f"{path} has {size} bytes, not {nbytes}")
+        tensor = _mapped(path, nbytes)
+        path.unlink()
+        return tensor
+
+    def pin(self, words: torch.Tensor) -> torch.Tensor:
+        return words
+
+
+def _mapped(path: Path, nbytes: int) -> torch.Tensor:
+    return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+
+
+class CudaMemory:
+    """Memory of this process's current GPU; the file holds its CUDA IPC handle.
+
+    It is allocated apart from torch's, whose segments may be of a kind that has no handle.
+    """
+
+    def make(self, path: Path, nbytes: int) -> torch.Tensor:
+        runtime = _runtime()
+        pointer = int(_checked(runtime.cudaMalloc(nbytes)))
+        memory = _tensor(pointer, nbytes, runtime.cudaFree)
+        memory.zero_()
+        torch.cuda.current_stream().synchronize()
+        handle = _checked(runtime.cudaIpcGetMemHandle(pointer))
+        new = path.with_name(f"{path.name}.{os.getpid()}.new")
+        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.write(file, _FILE.pack(nbytes, ipc_bytes(handle)))
+        finally:
+            os.close(file)
+        new.rename(path)
+        return memory
+
+    def open(self, path: Path, nbytes: int) -> torch.Tensor | None:
+        if not path.exists():
+            return None
+        size, handle = _FILE.unpack(path.read_bytes())
+        if size != nbytes:
+            raise ValueError(f"{path} is of {size} bytes, not {nbytes}")
+        runtime = _runtime()
+        flags = runtime.cudaIpcMemLazyEnablePeerAccess
+        pointer = int(_checked(runtime.cudaIpcOpenMemHandle(ipc_handle(handle), flags)))
+        path.unlink()
+        return _tensor(pointer, nbytes, runtime.cudaIpcCloseMemHandle)
+
+    def pin(self, words: torch.Tensor) -> torch.Tensor:
+        runtime = _runtime()
+        page = words.data_ptr() // _PAGE * _PAGE
+        _checked(runtime.cudaHostRegister(page, _PAGE, runtime.cudaHostRegisterMapped))
+        # A view of its own, whose end is the end of the pinning.
+        pinned = words.view_as(words)
+        weakref.finalize(pinned, runtime.cudaHostUnregister, page)
+        return pinned
+
+
+def ipc_bytes(handle: Any) -> bytes:
+    """Return what a ``cudaIpcMemHandle_t`` holds, of which the package gives the address alone."""
+    return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
+
+
+def ipc_handle(held: bytes) -> Any:
+    """Return a ``cudaIpcMemHandle_t`` that holds what :func:`ipc_bytes` gave."""
+    handle = _runtime().cudaIpcMemHandle_t()
+    ctypes.memmove(handle.getPtr(), held, _HANDLE_BYTES)
+    return handle
+
+
+class _Allocation:
+    """What torch takes for an array of CUDA's; freed with the last tensor that uses it."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
+
+
+def _tensor(pointer: int, nbytes: int, free: Any) -> torch.Tensor:
+    allocation = _Allocation(pointer, nbytes)
+    weakref.finalize(allocation, free, pointer)
+    return torch.as_tensor(allocation, device="cuda")
+
+
+def _runtime() -> Any:
+    """CUDA's runtime, of a package that machines without a GPU do not have."""
+    return importlib.import_module("cuda.bindings.runtime")
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """Return what a call of the runtime gave beside its error; ``RuntimeError`` if it is one."""
+    error, *values = result
+    if int(error):
+        raise RuntimeError(f"CUDA: {error}")
+    return values[0] if values else None

@@ -1,0 +1,105 @@
+"""Loans that kernels carry: interpreted, between two processes that map the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton, which interprets the kernels, is not installed")
+
+from loomserve.platform.lending.engine.block_partitions import OWN
+from loomserve.platform.lending.ring.ring import Closed
+from tests.unit.platform.lending.device import interpreted
+from tests.unit.platform.lending.device.interpreted import GEOMETRY, LENDER, LENT_BLOCKS, OWN_BLOCKS
+
+
+class Ends:
+    """The two processes."""
+
+    def __init__(self) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self._borrower, self._lender = (ProcessPoolExecutor(1, context) for _ in range(2))
+        for pool in (self._borrower, self._lender):
+            # The process is made with its first call.
+            pool.submit(int).result()
+
+    def borrower(self, function: Any, *arguments: Any) -> Any:
+        return self._borrower.submit(function, *arguments).result()
+
+    def lender(self, function: Any, *arguments: Any, **named: Any) -> Any:
+        return self._lender.submit(function, *arguments, **named).result()
+
+    def open(self, folder: Path, granted: int = LENT_BLOCKS) -> None:
+        asked = self.borrower(interpreted.asks, str(folder))
+        assert self.lender(interpreted.lends, str(folder), asked, granted) == ""
+        assert self.borrower(interpreted.borrows) == ""
+
+    def end(self) -> None:
+        self._borrower.shutdown()
+        self._lender.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ends() -> Iterator[Ends]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        both = Ends()
+        yield both
+        both.end()
+
+
+def test_blocks_that_moved_are_attended_to_and_come_back(ends: Ends, tmp_path: Path) -> None:
+    ends.open(tmp_path)
+    pairs = [(0, OWN_BLOCKS + 2), (1, OWN_BLOCKS)]
+    assert ends.borrower(interpreted.moves, OWN, LENDER, pairs)
+    tokens = GEOMETRY.block_size + 5
+    assert ends.borrower(interpreted.how_far_apart, [2, 0], [0, 1], tokens) < 2e-6
+    assert ends.lender(interpreted.counted) == (1, 1)
+    assert ends.borrower(interpreted.moves, LENDER, OWN, [(OWN_BLOCKS + 2, 3)])
+    assert ends.borrower(interpreted.are_equal, 0, 3)
+    assert ends.lender(interpreted.ends, str(tmp_path)) == (False, [])
+
+
+def test_blocks_that_are_not_granted_close_the_loan(ends: Ends, tmp_path: Path) -> None:
+    ends.open(tmp_path, granted=2)
+    tokens = GEOMETRY.block_size + 1
+    assert ends.borrower(interpreted.answer, [1, 2], tokens) == (False, Closed.REFUSED)
+    assert ends.lender(interpreted.is_dead)
+    ends.lender(interpreted.ends, str(tmp_path))
+
+
+def test_memory_that_is_wanted_back_is_cleared_before_a_step(ends: Ends, tmp_path: Path) -> None:
+    ends.open(tmp_path)
+    assert ends.borrower(interpreted.moves, OWN, LENDER, [(0, OWN_BLOCKS + 5)])
+    assert ends.lender(interpreted.takes_back, 5) == (True, False)
+    # What kernels wrote, too.
+    assert ends.borrower(interpreted.answer, [4], 0) == (True, Closed.OPEN)
+    assert ends.lender(interpreted.takes_back, 4) == (True, False)
+    ends.lender(interpreted.ends, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"isa": "vec"}, "a GPU's engine and a CPU's lend nothing to each other"),
+        ({"sliding_window": 8}, "compute neither sliding windows nor soft caps"),
+        ({"block_size": 24}, "a block of 24 tokens is no power of two"),
+        ({"own_layers": 4}, "a borrower with fewer layers has no room on a GPU"),
+    ],
+)
+def test_what_kernels_cannot_carry_is_refused(
+    ends: Ends, tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    asked = ends.borrower(interpreted.asks, str(tmp_path))
+    assert said in ends.lender(interpreted.lends, str(tmp_path), asked, 1, **change)
+
+
+def test_a_ring_without_memory_for_kernels_is_not_attached_to(ends: Ends, tmp_path: Path) -> None:
+    ends.borrower(interpreted.asks, str(tmp_path))
+    ends.lender(interpreted.has_only_a_ring, str(tmp_path))
+    assert "has no memory for kernels" in ends.borrower(interpreted.borrows)
