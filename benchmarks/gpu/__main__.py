@@ -20,6 +20,8 @@ STEPS = (
     Step("kernels", 120),
     Step("store", 120),
     Step("lend", 180),
+    Step("processes", 120, ("torch", "triton", "msgspec")),
+    Step("engines", 240, ("torch", "triton", "vllm", "ray")),
 )
 
 

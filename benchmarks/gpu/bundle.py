@@ -33,8 +33,13 @@ MOST_BYTES = 60 * 2**20
 SOURCES = (
     "benchmarks/__init__.py",
     "benchmarks/gpu",
+    "platform/base",
     "platform/lending/__init__.py",
     "platform/lending/cuda",
+    "platform/lending/device",
+    "platform/lending/leaf.py",
+    "platform/lending/policy",
+    "platform/lending/ring",
 )
 FLASH_ATTENTION = ("vllm/vllm_flash_attn/_vllm_fa3_C*.so",)
 LIBRARIES = ("vllm/_C_stable_libtorch*.so", "vllm/cumem_allocator*.so", "vllm/spinloop*.so")

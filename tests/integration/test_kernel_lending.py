@@ -57,7 +57,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 def engine(model: Path, *, blocks: int, **options: Any) -> Any:
     return lending_engine(
         str(model),
-        worker="tests.integration.interpreted_worker.InterpretedWorker",
+        worker="benchmarks.gpu.interpreted_worker.InterpretedWorker",
         kv_cache_memory_bytes=blocks * BLOCK_BYTES,
         skip_tokenizer_init=True,
         max_model_len=128,

@@ -20,6 +20,8 @@ from benchmarks.gpu.runner import Step, run
 
 ROOT = Path(__file__).parents[3]
 NO_TRITON = "Triton, which interprets and compiles the kernels, is not installed"
+APART = ("probe", "engines")
+"""The first is tested by itself; engines lend by interpreted kernels in an integration test."""
 GOOD = 'import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(\'{"summary": "fine"}\')'
 
 
@@ -117,7 +119,7 @@ def test_without_a_gpu_all_steps_do_what_they_can(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(ROOT)
     # A busy machine must not fail it.
-    patient = [replace(step, seconds=500) for step in STEPS if step.name != "probe"]
+    patient = [replace(step, seconds=500) for step in STEPS if step.name not in APART]
     outcomes = run(patient, tmp_path, budget_s=5000)
     assert {outcome.name: outcome.state for outcome in outcomes} == dict.fromkeys(
         (step.name for step in patient), "done"
@@ -139,16 +141,17 @@ def test_a_bundle_has_sources_kernels_and_shapes(tmp_path: Path) -> None:
     assert {"loomserve/platform/lending/cuda/serving.py", "kernels/attend_rows.cubin"} <= names
     # It stands alone: what is packed finds all that it imports.
     there = {"PYTHONPATH": str(tmp_path / "there"), "PATH": os.environ["PATH"]}
-    ran = subprocess.run(
-        [sys.executable, "-P", "-m", "benchmarks.gpu.kernels", str(tmp_path / "found.json")],
-        cwd=tmp_path / "there",
-        env=there,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "greatest error" in (tmp_path / "found.json").read_text()
+    for step in ("kernels", "processes"):
+        ran = subprocess.run(
+            [sys.executable, "-P", "-m", f"benchmarks.gpu.{step}", str(tmp_path / "found.json")],
+            cwd=tmp_path / "there",
+            env=there,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert "greatest error" in (tmp_path / "found.json").read_text()
 
 
 def test_a_part_that_is_too_large_to_send_is_not_kept(
