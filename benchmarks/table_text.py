@@ -27,6 +27,10 @@ def spread(of: Spread, unit: str = "", digits: int = 2) -> str:
     return shown if least == most else f"{shown} ({least} to {most})"
 
 
+def counted_runs(number_of: int) -> str:
+    return f"{number_of} run" if number_of == 1 else f"{number_of} runs"
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

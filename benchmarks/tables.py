@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks import tables_of_arms
 from benchmarks.result_files import Result, cited
-from benchmarks.table_text import number, sources, spread, table
+from benchmarks.table_text import counted_runs, number, sources, spread, table
 
 
 def decisions() -> str:
@@ -216,7 +216,7 @@ def store(result: Result) -> str:
             for way, of in data["hidden_share"].items()
         ),
     ]
-    return f"{data['runs']} runs.\n\n{table(['what', 'measured', 'against'], rows)}"
+    return f"{counted_runs(data['runs'])}.\n\n{table(['what', 'measured', 'against'], rows)}"
 
 
 def spread_of_all(values: Sequence[float], unit: str) -> str:

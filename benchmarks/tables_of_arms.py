@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.result_files import CITED, Result, cited
-from benchmarks.table_text import number, sources, spread, table
+from benchmarks.table_text import counted_runs, number, sources, spread, table
 
 _LOADS = {"1": "1 stream", "8": "8 streams", "32": "32 streams", "64": "64 streams"}
 
@@ -126,7 +126,7 @@ def weave_curve(result: Result) -> str:
         *("over nothing lent", "over all memory its own"),
         *("cold time per token over nothing lent", "its p99"),
     ]
-    return _with_head(f"{result.data['runs']} runs.", head, rows)
+    return _with_head(f"{counted_runs(result.data['runs'])}.", head, rows)
 
 
 def lent_share(result: Result) -> str:
@@ -140,7 +140,7 @@ def lent_share(result: Result) -> str:
         for share in data["hot_tpot"]
     ]
     head = ["requests lent", "hot time per token over 0 %", "cold", "cold requests"]
-    return _with_head(f"{data['runs']} runs.", head, rows)
+    return _with_head(f"{counted_runs(data['runs'])}.", head, rows)
 
 
 def prefix(result: Result) -> str:
@@ -157,13 +157,13 @@ def prefix(result: Result) -> str:
             ]
         )
     head = ["", "TTFT, median", "TTFT, p99", "hit rates"]
-    return _with_head(f"{result.data['runs']} runs of each pair.", head, rows)
+    return _with_head(f"{counted_runs(result.data['runs'])} of each pair.", head, rows)
 
 
 def documents(result: Result) -> str:
     """What was asked again and after a restart, the first arm over the others; then each arm."""
-    data, runs = result.data, result.data["by_run"]
-    ours, *others = runs[0]
+    data, by_run = result.data, result.data["by_run"]
+    ours, *others = by_run[0]
     parts = {
         "all": "all rounds",
         "first": "the first round",
@@ -172,7 +172,7 @@ def documents(result: Result) -> str:
     }
 
     def asked(part: str) -> int:
-        return int(runs[0][ours][part]["ttft_ms_n"])
+        return int(by_run[0][ours][part]["ttft_ms_n"])
 
     ratios = [
         [
@@ -185,7 +185,7 @@ def documents(result: Result) -> str:
     ]
 
     def median(arm: str, part: str, figure: str) -> float:
-        return float(statistics.median(run[arm][part][figure] for run in runs))
+        return float(statistics.median(run[arm][part][figure] for run in by_run))
 
     own = [
         [
@@ -196,11 +196,11 @@ def documents(result: Result) -> str:
                 for part in parts
             ),
         ]
-        for arm in runs[0]
+        for arm in by_run[0]
     ]
     over = table([f"`{ours}` over", *(f"`{other}`" for other in others)], ratios)
     head = ["median TTFT, hit rate", *parts.values()]
-    return f"{_with_head(f'{len(runs)} runs.', head, own)}\n\n{over}"
+    return f"{_with_head(f'{counted_runs(len(by_run))}.', head, own)}\n\n{over}"
 
 
 def rebalance(result: Result) -> str:
@@ -277,7 +277,7 @@ def deadlines(result: Result) -> str:
         *("share in time", "refused", "mean latency of what was answered"),
     ]
     asked = min(each["requests"] for run in runs for each in run.values())
-    said = f"{data['runs']} runs of n = {asked} requests an arm."
+    said = f"{counted_runs(data['runs'])} of n = {asked} requests an arm."
     known = (
         f"Of the goodput of known lengths `deadline_refuses` has {spread(data['share_of_known'])}."
     )
@@ -293,7 +293,11 @@ def adaptive(result: Result) -> str:
         for point in data["points"]
     }
     rows = [
-        [f"`{other}`", what, *(spread(data[f"{name}_vs_{other}_{each}"]) for each in sets)]
+        [
+            f"`{other}`",
+            what,
+            *(spread(data[f"{name}_vs_{other}_{each}"], digits=3) for each in sets),
+        ]
         for other in others
         for name, what in (
             ("throughput", "throughput"),
@@ -302,7 +306,7 @@ def adaptive(result: Result) -> str:
         )
     ]
     head = ["adaptive over", "", *(f"{each} (n = {asked[each]} a run)" for each in sets)]
-    return _with_head(f"{data['runs']} runs.", head, rows)
+    return _with_head(f"{counted_runs(data['runs'])}.", head, rows)
 
 
 def start(result: Result) -> str:
@@ -316,7 +320,7 @@ def start(result: Result) -> str:
         ["the first over the second", spread(data["start_ratio"])],
         ["another engine in the place of one that was killed", spread(data["engine_back_s"], "s")],
     ]
-    return _with_head(f"{result.setup['runs']} runs.", ["", "measured"], rows)
+    return _with_head(f"{counted_runs(result.setup['runs'])}.", ["", "measured"], rows)
 
 
 def _with_head(said: str, head: list[str], rows: list[list[str]]) -> str:

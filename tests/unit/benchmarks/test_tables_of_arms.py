@@ -170,7 +170,7 @@ def test_deadlines_are_told_over_first_come_first_served() -> None:
     assert of["fcfs"].figures()["goodput"] == pytest.approx(1 / 6)
     run = {arm: each.figures() for arm, each in of.items()}
     text = tables_of_arms.deadlines(kept(deadlines.report([run])))
-    assert "1 runs of n = 2 requests an arm." in text
+    assert "1 run of n = 2 requests an arm." in text
     assert "| `fcfs` |  |  | 0.50 | 0 | 4.0 s |" in text
     assert "| `deadline_refuses` | 6.0 | 1.0 | 0.50 | 1 | 1.0 s |" in text
     assert text.endswith("`deadline_refuses` has 1.0.")
@@ -189,8 +189,8 @@ def test_adaptive_is_told_over_each_other_arm() -> None:
     }
     text = tables_of_arms.adaptive(kept(data, sets=["chat"], arms=list(run)))
     assert "| adaptive over |  | chat (n = 4 a run) |" in text
-    assert "| `recompute` | throughput | 2.0 |" in text
-    assert "| `adaptive_fcfs` | turnaround | 1.0 |" in text
+    assert "| `recompute` | throughput | 2.00 |" in text
+    assert "| `adaptive_fcfs` | turnaround | 1.00 |" in text
 
 
 def test_a_start_is_told_beside_that_of_vllms_servers() -> None:
