@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from loomserve.platform.lending.device.leaf import KernelLeaf
 from loomserve.platform.lending.device.memory import HostMemory
+from loomserve.platform.lending.device.serving_thread import Form
 from loomserve.platform.lending.engine.worker import RemoteAttentionWorker
 
 
 class InterpretedWorker(RemoteAttentionWorker):
     def leaf(self) -> KernelLeaf:
-        return KernelLeaf(HostMemory())
+        return KernelLeaf(HostMemory(), Form(self._options.gpu_form))

@@ -93,8 +93,10 @@ class Leaf(Protocol):
         polls: Whether the lender's steps may look for tasks.
     """
 
-    computes_shards: bool
-    polls: bool
+    @property
+    def computes_shards(self) -> bool: ...
+    @property
+    def polls(self) -> bool: ...
 
     def borrower(self, path: Path, patience_s: float) -> BorrowerEnd:
         """Attach to the ring at ``path``; ``StartError`` if there is none."""

@@ -46,6 +46,11 @@ class LendingOptions(BaseModel):
         gt=1,
         description="Most that a lender's p99 step time may be of that without borrowers.",
     )
+    gpu_form: Literal["stream", "polls", "resident"] = Field(
+        "stream",
+        description="How a lender on a GPU serves tasks: by a thread with a stream of its own; by "
+        "that thread between steps, and by polls within them; or by a kernel that stays.",
+    )
     polling: Literal["steps", "operators", "slices"] = Field(
         "slices",
         description="Where a lender looks for tasks while it computes: nowhere within a step, "

@@ -15,6 +15,7 @@ from loomserve.platform.engine.resumption.gpu_worker import (
 )
 from loomserve.platform.lending.device.leaf import KernelLeaf
 from loomserve.platform.lending.device.memory import CudaMemory
+from loomserve.platform.lending.device.serving_thread import Form
 from loomserve.platform.lending.engine.gpu_attention import use_remote_attention
 from loomserve.platform.lending.engine.model_runner import SortsRows
 from loomserve.platform.lending.engine.worker import TakesPartInLending
@@ -48,7 +49,7 @@ class RemoteAttentionGpuWorker(TakesPartInLending, ResumingGpuWorker):
         use_remote_attention()
 
     def leaf(self) -> KernelLeaf:
-        return KernelLeaf(CudaMemory())
+        return KernelLeaf(CudaMemory(), Form(self._options.gpu_form))
 
     def isa(self, layer: Any) -> str:
         return GPU

@@ -5,6 +5,7 @@ The interpreter is one thread's at a time, so a lender's thread has it for itsel
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from loomserve.platform.base.errors import StartError
 from loomserve.platform.lending.cuda.kernel import INTERPRETED
 from loomserve.platform.lending.device.leaf import KernelLeaf
 from loomserve.platform.lending.device.memory import HostMemory
+from loomserve.platform.lending.device.serving_thread import Form
 from loomserve.platform.lending.engine.block_partitions import Partitions
 from loomserve.platform.lending.engine.borrower_worker import BorrowerWorker, StepLimits
 from loomserve.platform.lending.engine.context import LendingContext
@@ -78,12 +80,13 @@ class Borrower:
 class Lender:
     """A lender's end, and that of its scheduler."""
 
-    def __init__(self, folder: str, geometry: Geometry = GEOMETRY) -> None:
+    def __init__(self, folder: str, geometry: Geometry, form: str) -> None:
         assert INTERPRETED
         self.path, self.kv = f"{folder}/ring", local_kv(LENT_BLOCKS, geometry)
-        self.server = KernelLeaf(HostMemory()).server()
-        self.worker = LenderWorker(LendingContext(), self.server, self.kv, nn.Module())
-        self.worker.look_for_tasks("steps")
+        self.server = KernelLeaf(HostMemory(), Form(form)).server()
+        self.context = LendingContext()
+        self.worker = LenderWorker(self.context, self.server, self.kv, nn.Module())
+        self.worker.look_for_tasks("operators" if form == Form.POLLS else "steps")
 
     def lend(self, granted: int, asked: dict[str, Any]) -> None:
         self.worker.lend(self.path, 0, LENT_BLOCKS, asked)
@@ -147,9 +150,10 @@ def are_equal(one: int, other: int) -> bool:
 _lenders: list[Lender] = []
 
 
-def lends(folder: str, asked: dict[str, Any], granted: int, **change: Any) -> str:
+def lends(folder: str, asked: dict[str, Any], granted: int, form: str, **change: Any) -> str:
     """Lend to a borrower of GEOMETRY, or of another; returns the error."""
-    _lenders.append(lender := Lender(folder, replace(GEOMETRY, layers=change.pop("own_layers", 2))))
+    own = replace(GEOMETRY, layers=change.pop("own_layers", GEOMETRY.layers))
+    _lenders.append(lender := Lender(folder, own, form))
     asked["geometry"] = replace(GEOMETRY, **change).to_json()
     try:
         lender.lend(granted, asked)
@@ -163,9 +167,31 @@ def has_only_a_ring(folder: str) -> None:
 
 
 def counted() -> tuple[int, int]:
-    """Tasks, as the borrower and the lender counted them."""
-    stats = _lenders[-1].scheduler.stats()
-    return stats.tasks, stats.idled
+    """Tasks, as the borrower and the lender counted them; a kernel that stays counts at its end."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        stats = _lenders[-1].scheduler.stats()
+        served = stats.polled + stats.idled
+        if served >= stats.tasks or time.monotonic() > end:
+            return stats.tasks, served
+        time.sleep(0.01)
+
+
+def begins_a_step() -> None:
+    _lenders[-1].server.busy()
+
+
+def polls_within_it() -> int:
+    """Look for tasks, as attention does, until one has come; returns how many were served so."""
+    lender = _lenders[-1]
+    end = time.monotonic() + PATIENCE_S
+    posted = False
+    while not posted and time.monotonic() < end:
+        posted = lender.scheduler.stats().tasks > 0
+        assert lender.context.poll is not None
+        lender.context.poll()
+    lender.server.idle()
+    return lender.scheduler.stats().polled
 
 
 def is_dead() -> bool:

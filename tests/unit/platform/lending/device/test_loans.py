@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,18 @@ class Ends:
             pool.submit(int).result()
 
     def borrower(self, function: Any, *arguments: Any) -> Any:
-        return self._borrower.submit(function, *arguments).result()
+        return self.begin(function, *arguments).result()
+
+    def begin(self, function: Any, *arguments: Any) -> Future[Any]:
+        """The same without waiting for it."""
+        return self._borrower.submit(function, *arguments)
 
     def lender(self, function: Any, *arguments: Any, **named: Any) -> Any:
         return self._lender.submit(function, *arguments, **named).result()
 
-    def open(self, folder: Path, granted: int = LENT_BLOCKS) -> None:
+    def open(self, folder: Path, granted: int = LENT_BLOCKS, form: str = "stream") -> None:
         asked = self.borrower(interpreted.asks, str(folder))
-        assert self.lender(interpreted.lends, str(folder), asked, granted) == ""
+        assert self.lender(interpreted.lends, str(folder), asked, granted, form) == ""
         assert self.borrower(interpreted.borrows) == ""
 
     def end(self) -> None:
@@ -53,12 +57,20 @@ def ends() -> Iterator[Ends]:
         both.end()
 
 
-def test_blocks_that_moved_are_attended_to_and_come_back(ends: Ends, tmp_path: Path) -> None:
-    ends.open(tmp_path)
+@pytest.mark.parametrize("form", ["stream", "polls", "resident"])
+def test_blocks_that_moved_are_attended_to_and_come_back(
+    ends: Ends, tmp_path: Path, form: str
+) -> None:
+    ends.open(tmp_path, form=form)
     pairs = [(0, OWN_BLOCKS + 2), (1, OWN_BLOCKS)]
     assert ends.borrower(interpreted.moves, OWN, LENDER, pairs)
     tokens = GEOMETRY.block_size + 5
-    assert ends.borrower(interpreted.how_far_apart, [2, 0], [0, 1], tokens) < 2e-6
+    if form == "polls":
+        ends.lender(interpreted.begins_a_step)
+    apart = ends.begin(interpreted.how_far_apart, [2, 0], [0, 1], tokens)
+    if form == "polls":
+        assert ends.lender(interpreted.polls_within_it) == 1
+    assert apart.result() < 2e-6
     assert ends.lender(interpreted.counted) == (1, 1)
     assert ends.borrower(interpreted.moves, LENDER, OWN, [(OWN_BLOCKS + 2, 3)])
     assert ends.borrower(interpreted.are_equal, 0, 3)
@@ -96,7 +108,7 @@ def test_what_kernels_cannot_carry_is_refused(
     ends: Ends, tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
     asked = ends.borrower(interpreted.asks, str(tmp_path))
-    assert said in ends.lender(interpreted.lends, str(tmp_path), asked, 1, **change)
+    assert said in ends.lender(interpreted.lends, str(tmp_path), asked, 1, "stream", **change)
 
 
 def test_a_ring_without_memory_for_kernels_is_not_attached_to(ends: Ends, tmp_path: Path) -> None:

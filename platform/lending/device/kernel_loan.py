@@ -1,0 +1,130 @@
+"""One loan of a lender whose rows kernels carry: its memory, its kernels, and what they served."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from loomserve.platform.lending.cuda.buffer import (
+    NUMBER,
+    POSTED_AT,
+    ROWS,
+    TaskBuffer,
+    borrower_bytes,
+    lender_bytes,
+)
+from loomserve.platform.lending.cuda.resident import serve_for
+from loomserve.platform.lending.cuda.serving import PICKED_UP, SERVING, DeviceLender
+from loomserve.platform.lending.device.files import answer_file, task_file
+from loomserve.platform.lending.device.memory import SharedMemory
+from loomserve.platform.lending.device.shape import task_shape
+from loomserve.platform.lending.policy.layout import PLAIN
+from loomserve.platform.lending.ring.lent_ring import GRANTED, LentRing
+from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, ControlLine
+from loomserve.platform.lending.ring.served_ring import (
+    IDLED,
+    PICKUP_NS,
+    SERVICE_NS,
+    Caches,
+    ServedRing,
+)
+
+
+class KernelLoan:
+    """A ring and its kernels, which there are once the borrower has made its memory.
+
+    Kernels are queued on the current stream; copies of blocks are the ring's.
+    """
+
+    def __init__(self, ring: LentRing, caches: Caches, memory: SharedMemory) -> None:
+        self.ring = ring
+        self.copies = ServedRing(ring, caches, PLAIN)
+        self._shape = task_shape(ring)
+        self._caches = caches
+        self._memory = memory
+        self._tasks = memory.make(task_file(ring.path), lender_bytes(self._shape))
+        self._kernels: DeviceLender | None = None
+        self._posted = self._tasks
+        self._counted = 0
+        self._staying: torch.cuda.Stream | None = None
+
+    def serve(self) -> bool:
+        """Look for a task, wait for the look, and serve what is there, if anything is."""
+        if (kernels := self._between_copies()) is None:
+            return False
+        kernels.poll()
+        state = kernels.state.tolist()
+        if state[SERVING.value] == state[NUMBER.value]:
+            return False
+        begin = time.monotonic_ns()
+        self.copies.wrote(self.ring.granted)
+        kernels.attend(state[ROWS.value])
+        posted_at = int(self._posted[POSTED_AT.value])
+        self.count(IDLED)
+        self.copies.count(SERVICE_NS, time.monotonic_ns() - begin)
+        # By clocks of two devices, which may be apart.
+        self.copies.count(PICKUP_NS, max(0, state[PICKED_UP.value] - posted_at))
+        return True
+
+    def queue(self) -> None:
+        """Queue a look, and the service of whatever it will find."""
+        if self.ring.closed is Closed.OPEN and (kernels := self._kernels or self._meet()):
+            self.copies.wrote(self.ring.granted)
+            kernels.serve()
+
+    def stay(self, seconds: float, programs: int) -> bool:
+        """Queue the kernel that stays, unless it is there still; False then.
+
+        It has a stream of its own, or another loan's would have to end before.
+        """
+        if self._staying is not None and not self._staying.query():
+            return False
+        self.count(IDLED)
+        if (kernels := self._between_copies()) is None:
+            return False
+        self.copies.wrote(self.ring.granted)
+        if not kernels.state.is_cuda:
+            serve_for(kernels, seconds, programs)
+            return True
+        if self._staying is None:
+            self._staying = torch.cuda.Stream(priority=torch.cuda.current_stream().priority)
+        self._staying.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._staying):
+            serve_for(kernels, seconds, programs)
+        return True
+
+    def count(self, counter: int) -> None:
+        """Count what was served since the last time; waits for what is queued here."""
+        if self._kernels is not None:
+            number = int(self._kernels.state[NUMBER.value])
+            self.copies.count(counter, number - self._counted)
+            self._counted = number
+
+    def end(self) -> None:
+        """Wait for all kernels, clear what was written, and forget all memory."""
+        if self._tasks.is_cuda:
+            torch.cuda.synchronize()
+        self.copies.clear(0)
+        self._kernels = None
+        for file in (task_file(self.ring.path), answer_file(self.ring.path)):
+            file.unlink(missing_ok=True)
+
+    def _between_copies(self) -> DeviceLender | None:
+        """Copy blocks if that is asked; return the kernels if tasks may be served."""
+        self.ring.words[ControlLine.LENDER * LINE_WORDS + 1] = time.monotonic_ns()
+        if self.ring.closed is not Closed.OPEN or self.copies.serve(IDLED):
+            return None
+        return self._kernels or self._meet()
+
+    def _meet(self) -> DeviceLender | None:
+        """Open what the borrower has made, once it has."""
+        answers = self._memory.open(answer_file(self.ring.path), borrower_bytes(self._shape))
+        if answers is None:
+            return None
+        closed = self._memory.pin(self.ring.areas.control[ControlLine.CLOSED, :1])
+        granted = self._memory.pin(self.ring.own[GRANTED : GRANTED + 1])
+        buffer = TaskBuffer.over(self._shape, self._tasks, answers, closed)
+        self._posted = buffer.posted
+        self._kernels = DeviceLender(self._shape, buffer, self._caches, granted)
+        return self._kernels
