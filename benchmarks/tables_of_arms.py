@@ -365,6 +365,7 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
     "deadlines": deadlines,
     "adaptive": adaptive,
     "queues_without_predictions": adaptive,
+    "adaptive_documents": adaptive,
     "start": start,
 }
 """By the name of the file, ``_`` standing for ``-`` in the name of the marker."""
