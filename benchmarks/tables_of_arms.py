@@ -309,6 +309,23 @@ def adaptive(result: Result) -> str:
     return _with_head(f"{counted_runs(data['runs'])}.", head, rows)
 
 
+def batching(result: Result) -> str:
+    """What each policy gained of requests that were really served."""
+    data = result.data
+    figures = {
+        "throughput": "throughput",
+        "mean_response_s": "mean response",
+        "p95_response_s": "response, p95",
+    }
+    rows = [
+        [f"`{arm}`", *(spread(of[figure], digits=3) for figure in figures)]
+        for arm, of in data["real_over_vanilla"].items()
+    ]
+    asked = result.setup["real_requests"]
+    said = f"{counted_runs(len(data['real']))} of n = {asked} requests an arm."
+    return _with_head(said, ["over `vanilla`", *figures.values()], rows)
+
+
 def start(result: Result) -> str:
     data = result.data
     rows = [
@@ -366,6 +383,7 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
     "adaptive": adaptive,
     "queues_without_predictions": adaptive,
     "adaptive_documents": adaptive,
+    "batching": batching,
     "start": start,
 }
 """By the name of the file, ``_`` standing for ``-`` in the name of the marker."""

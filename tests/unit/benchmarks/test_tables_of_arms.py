@@ -238,3 +238,12 @@ def test_nothing_is_told_of_a_file_that_is_not_cited() -> None:
     assert tables_of_arms.of_file("decisions", lambda result: result.commit)().endswith(
         Result.read(CITED / "decisions.json").commit
     )
+
+
+def test_batches_are_told_by_what_was_really_served() -> None:
+    figure = {"median": 1.3, "min": 1.2, "max": 1.4}
+    names = ("throughput", "mean_response_s", "p95_response_s")
+    data = {"real_over_vanilla": {"s3": dict.fromkeys(names, figure)}, "real": [{}, {}, {}]}
+    text = tables_of_arms.batching(kept(data, real_requests=100))
+    assert text.startswith("3 runs of n = 100 requests an arm.")
+    assert "| `s3` | 1.30 (1.20 to 1.40) | 1.30 (1.20 to 1.40) | 1.30 (1.20 to 1.40) |" in text
