@@ -5,16 +5,16 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
-import struct
 import weakref
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from loomserve.platform.base.files import replace_private
+
 _PAGE = 4096
 _HANDLE_BYTES = 64
-_FILE = struct.Struct(f"<Q{_HANDLE_BYTES}s")
 
 
 class SharedMemory(Protocol):
@@ -82,24 +82,20 @@ class CudaMemory:
         memory.zero_()
         torch.cuda.current_stream().synchronize()
         handle = _checked(runtime.cudaIpcGetMemHandle(pointer))
-        new = path.with_name(f"{path.name}.{os.getpid()}.new")
-        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.write(file, _FILE.pack(nbytes, ipc_bytes(handle)))
-        finally:
-            os.close(file)
-        new.rename(path)
+        replace_private(path, f"{nbytes} {ipc_bytes(handle).hex()}")
         return memory
 
     def open(self, path: Path, nbytes: int) -> torch.Tensor | None:
         if not path.exists():
             return None
-        size, handle = _FILE.unpack(path.read_bytes())
-        if size != nbytes:
+        size, handle = path.read_text().split()
+        if int(size) != nbytes:
             raise ValueError(f"{path} is of {size} bytes, not {nbytes}")
         runtime = _runtime()
         flags = runtime.cudaIpcMemLazyEnablePeerAccess
-        pointer = int(_checked(runtime.cudaIpcOpenMemHandle(ipc_handle(handle), flags)))
+        pointer = int(
+            _checked(runtime.cudaIpcOpenMemHandle(ipc_handle(bytes.fromhex(handle)), flags))
+        )
         path.unlink()
         return _tensor(pointer, nbytes, runtime.cudaIpcCloseMemHandle)
 
