@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from loomserve.platform.lending.device.form import Form
 from loomserve.platform.lending.device.leaf import KernelLeaf
 from loomserve.platform.lending.device.memory import HostMemory
-from loomserve.platform.lending.device.serving_thread import Form
 from loomserve.platform.lending.engine.worker import RemoteAttentionWorker
 
 

@@ -21,7 +21,7 @@ from loomserve.platform.lending.device.memory import SharedMemory
 from loomserve.platform.lending.device.shape import task_shape
 from loomserve.platform.lending.policy.layout import PLAIN
 from loomserve.platform.lending.ring.lent_ring import GRANTED, LentRing
-from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, ControlLine
+from loomserve.platform.lending.ring.ring import Closed, ControlLine, RingPeer
 from loomserve.platform.lending.ring.served_ring import (
     IDLED,
     PICKUP_NS,
@@ -29,6 +29,9 @@ from loomserve.platform.lending.ring.served_ring import (
     Caches,
     ServedRing,
 )
+
+_SHARE = 8
+"""One in so many multiprocessors has a program of the kernel that stays."""
 
 
 class KernelLoan:
@@ -49,6 +52,10 @@ class KernelLoan:
         self._counted = 0
         self._staying: torch.cuda.Stream | None = None
 
+    @property
+    def borrower(self) -> RingPeer:
+        return self.copies.borrower
+
     def serve(self) -> bool:
         """Look for a task, wait for the look, and serve what is there, if anything is."""
         if (kernels := self._between_copies()) is None:
@@ -67,13 +74,14 @@ class KernelLoan:
         self.copies.count(PICKUP_NS, max(0, state[PICKED_UP.value] - posted_at))
         return True
 
-    def queue(self) -> None:
-        """Queue a look, and the service of whatever it will find."""
+    def queue(self) -> bool:
+        """Queue a look, and the service of what it will find; nobody knows yet whether any is."""
         if self.ring.closed is Closed.OPEN and (kernels := self._kernels or self._meet()):
             self.copies.wrote(self.ring.granted)
             kernels.serve()
+        return False
 
-    def stay(self, seconds: float, programs: int) -> bool:
+    def stay(self, seconds: float) -> bool:
         """Queue the kernel that stays, unless it is there still; False then.
 
         It has a stream of its own, or another loan's would have to end before.
@@ -85,13 +93,14 @@ class KernelLoan:
             return False
         self.copies.wrote(self.ring.granted)
         if not kernels.state.is_cuda:
-            serve_for(kernels, seconds, programs)
+            serve_for(kernels, seconds, programs=1)
             return True
         if self._staying is None:
             self._staying = torch.cuda.Stream(priority=torch.cuda.current_stream().priority)
         self._staying.wait_stream(torch.cuda.current_stream())
+        of = torch.cuda.get_device_properties(self._staying.device).multi_processor_count
         with torch.cuda.stream(self._staying):
-            serve_for(kernels, seconds, programs)
+            serve_for(kernels, seconds, max(1, of // _SHARE))
         return True
 
     def count(self, counter: int) -> None:
@@ -112,7 +121,6 @@ class KernelLoan:
 
     def _between_copies(self) -> DeviceLender | None:
         """Copy blocks if that is asked; return the kernels if tasks may be served."""
-        self.ring.words[ControlLine.LENDER * LINE_WORDS + 1] = time.monotonic_ns()
         if self.ring.closed is not Closed.OPEN or self.copies.serve(IDLED):
             return None
         return self._kernels or self._meet()

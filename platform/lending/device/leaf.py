@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from loomserve.platform.lending.device.borrower import KernelBorrower
+from loomserve.platform.lending.device.form import Form
 from loomserve.platform.lending.device.memory import SharedMemory
 from loomserve.platform.lending.device.server import KernelServer
-from loomserve.platform.lending.device.serving_thread import Form
 from loomserve.platform.lending.ring.ring import Ring
 
 

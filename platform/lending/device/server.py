@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
+import torch
+
+from loomserve.platform.lending.device.form import Form
 from loomserve.platform.lending.device.kernel_loan import KernelLoan
 from loomserve.platform.lending.device.memory import SharedMemory
-from loomserve.platform.lending.device.serving_thread import Form, ServingThread
 from loomserve.platform.lending.policy.layout import PLAIN, Rows
 from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, ControlLine
 from loomserve.platform.lending.ring.served_ring import POLLED, Caches, ComputeLayers
+from loomserve.platform.lending.ring.serving_thread import ServingThread
+
+SPIN_S = 0.05
+STAY_S = 0.05
+"""For so long the kernel that stays does; copies of blocks wait for its end."""
 
 
 class KernelServer:
@@ -28,16 +38,23 @@ class KernelServer:
         self._memory = memory
         self._form = form
         self._loans: dict[LentRing, KernelLoan] = {}
-        self._thread = ServingThread(self._loans, form)
+        self._thread = ServingThread(self._loans, self._serving(form), SPIN_S)
+        self._stream: torch.cuda.Stream | None = None
         # A thread that is in CUDA must not outlive Python.
         self._stop = weakref.finalize(self, self._thread.stop)
+
+    @staticmethod
+    def _serving(form: Form) -> Callable[[KernelLoan], int]:
+        # Of a thread, so that it keeps no server alive.
+        return (
+            partial(KernelLoan.stay, seconds=STAY_S) if form is Form.RESIDENT else KernelLoan.serve
+        )
 
     def poll(self) -> int:
         """Queue the service of what is posted; how much that is nobody knows yet."""
         if self._form is Form.POLLS:
             with self._thread.lock:
-                for loan in self._loans.values():
-                    loan.queue()
+                self._thread.serve_all(KernelLoan.queue)
         return 0
 
     def open(
@@ -61,7 +78,10 @@ class KernelServer:
         ring.words[ControlLine.LENDER * LINE_WORDS] = os.getpid()
         with self._thread.lock:
             self._loans[ring] = loan
-        self._thread.start()
+        if self._stream is None and torch.cuda.is_available():
+            _, highest = torch.cuda.Stream.priority_range()
+            self._stream = torch.cuda.Stream(priority=highest)
+        self._thread.start(partial(_on, self._stream))
 
     def close(self, ring: LentRing) -> bool:
         with self._thread.lock:
@@ -72,6 +92,8 @@ class KernelServer:
         if self._form is Form.POLLS:
             self._thread.pause()
         with self._thread.lock:
+            if self._form is Form.POLLS and self._stream is not None:
+                torch.cuda.current_stream().wait_stream(self._stream)
             for loan in self._loans.values():
                 loan.copies.clear(loan.ring.granted)
 
@@ -80,6 +102,8 @@ class KernelServer:
             with self._thread.lock:
                 for loan in self._loans.values():
                     loan.count(POLLED)
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream())
             self._thread.resume()
 
     def dead(self) -> list[LentRing]:
@@ -88,3 +112,12 @@ class KernelServer:
     def stop(self) -> None:
         self._stop()
         self._loans.clear()
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    if stream is None:
+        torch.set_num_threads(1)
+        return nullcontext()
+    torch.cuda.set_device(stream.device)
+    current: AbstractContextManager[object] = torch.cuda.stream(stream)
+    return current

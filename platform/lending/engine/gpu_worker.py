@@ -13,9 +13,9 @@ from loomserve.platform.engine.resumption.gpu_worker import (
     ResumingGpuModelRunner,
     ResumingGpuWorker,
 )
+from loomserve.platform.lending.device.form import Form
 from loomserve.platform.lending.device.leaf import KernelLeaf
 from loomserve.platform.lending.device.memory import CudaMemory
-from loomserve.platform.lending.device.serving_thread import Form
 from loomserve.platform.lending.engine.gpu_attention import use_remote_attention
 from loomserve.platform.lending.engine.model_runner import SortsRows
 from loomserve.platform.lending.engine.worker import TakesPartInLending

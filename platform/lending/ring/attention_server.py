@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
-import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +23,7 @@ from loomserve.platform.lending.ring.served_ring import (
     Caches,
     ComputeLayers,
 )
-
-log = logging.getLogger(__name__)
-
-LOOK_NS = 100_000_000
-"""Nanoseconds between two looks at which borrowers live."""
-IDLE_SLEEP_S = 100e-6
-"""The fallback's thread is not woken: it sleeps so long between two looks for tasks."""
+from loomserve.platform.lending.ring.serving_thread import ServingThread
 
 
 class AttentionServer:
@@ -187,14 +180,8 @@ class _Fallback:
     """The native server's counterpart in Python, for machines without a compiler."""
 
     def __init__(self, spin_s: float) -> None:
-        self._spin_s = spin_s
         self._rings: dict[LentRing, AttendedRing] = {}
-        self._lock = threading.Lock()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._stopped = False
-        self._thread: threading.Thread | None = None
-        self._looked = 0
+        self._thread = ServingThread(self._rings, lambda served: served.serve(IDLED), spin_s)
 
     def open(
         self,
@@ -204,69 +191,33 @@ class _Fallback:
         layers: ComputeLayers | None,
         rows: Rows,
     ) -> None:
-        with self._lock:
+        with self._thread.lock:
             self._rings[ring] = AttendedRing(ring, split_kv, caches, layers, rows)
-            if self._thread is None:
-                threads = torch.get_num_threads()
-                self._thread = threading.Thread(target=self._serve_while_idle, args=(threads,))
-                self._thread.daemon = True
-                self._thread.start()
+        self._thread.start(partial(_computing_with, torch.get_num_threads()))
 
     def close(self, ring: LentRing) -> None:
-        with self._lock:
+        with self._thread.lock:
             self._rings.pop(ring).clear(0)
 
     def poll(self) -> int:
-        with self._lock:
-            return self._serve_all(POLLED)
+        with self._thread.lock:
+            return self._thread.serve_all(lambda served: served.serve(POLLED))
 
     def busy(self) -> None:
-        self._idle.clear()
-        with self._lock:
+        self._thread.pause()
+        with self._thread.lock:
             for ring, served in self._rings.items():
                 served.clear(ring.granted)
-            self._look_for_dead(time.monotonic_ns())
+            self._thread.look_for_dead()
 
     def idle(self) -> None:
-        self._idle.set()
+        self._thread.resume()
 
     def stop(self) -> None:
-        self._stopped = True
-        self._idle.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.stop()
         self._rings.clear()
 
-    def _serve_all(self, counter: int) -> int:
-        now, count = time.monotonic_ns(), 0
-        for ring, served in self._rings.items():
-            ring.words[ControlLine.LENDER * LINE_WORDS + 1] = now
-            try:
-                count += served.serve(counter)
-            except Exception:
-                ring.shut(Closed.FAILED)
-                log.exception("a borrower's attention failed")
-        return count
 
-    def _look_for_dead(self, now: int) -> None:
-        if now - self._looked < LOOK_NS:
-            return
-        self._looked = now
-        for ring, served in self._rings.items():
-            if served.borrower.gone():
-                ring.shut(Closed.DIED)
-
-    def _serve_while_idle(self, threads: int) -> None:
-        torch.set_num_threads(threads)
-        last = time.monotonic()
-        while not self._stopped:
-            self._idle.wait()
-            with self._lock:
-                served = 0
-                if self._idle.is_set() and not self._stopped:
-                    served = self._serve_all(IDLED)
-                    self._look_for_dead(time.monotonic_ns())
-            if served:
-                last = time.monotonic()
-            elif time.monotonic() - last >= self._spin_s:
-                time.sleep(IDLE_SLEEP_S)
+def _computing_with(threads: int) -> AbstractContextManager[object]:
+    torch.set_num_threads(threads)
+    return nullcontext()
