@@ -50,6 +50,12 @@ async def pod_controller(
         await end(made)
 
 
+def wished(controller: PodController) -> set[str]:
+    """The models that the next controller goes on with."""
+    wishes = controller._store.wishes
+    return {wish.model.name for wish in wishes.models} if wishes is not None else set()
+
+
 def test_it_loads_what_is_configured_by_itself(serve: FakeServe, planned: list[str]) -> None:
     async def scenario() -> None:
         async with pod_controller() as one:
@@ -109,6 +115,8 @@ def test_models_come_and_go_with_the_configuration_and_others_are_left_alone(
             await until(lambda: serve.devices("added"))
             await until(lambda: set(states(another)) == {"kept", "added", "operators"})
             assert another._fleet.registry.record("kept").model == kept
+            # One that died sooner would leave the unloading to the next.
+            await until(lambda: "gone" not in wished(another))
         async with pod_controller(config=after) as again:
             assert set(states(again)) == {"kept", "added", "operators"}
 
