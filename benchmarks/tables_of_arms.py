@@ -112,21 +112,38 @@ def weave_curve(result: Result) -> str:
         [
             f"{float(ratio):g}",
             f"{of['blocks']['own']} and {of['blocks']['lent']}",
-            spread(of["hot_peak_vs_stock"], digits=3) if "hot_peak_vs_stock" in of else "",
-            spread(of["hot_peak_vs_dedicated"], digits=3),
-            spread(of["share_of_all_local"], digits=3) if "share_of_all_local" in of else "",
-            spread(of["cold_tpot_ratio_mean"], digits=3),
-            f"{spread(of['cold_tpot_ratio_p99'], digits=3)}; "
-            f"n = {min(of['cold_tpot_ratio_p99_n'])} a run",
+            *_woven_over_others(of),
         ]
         for ratio, of in result.data["by_lent_over_own"].items()
     ]
-    head = [
-        *("lent over own", "blocks own and lent", "hot tokens/s over stock vLLM"),
-        *("over nothing lent", "over all memory its own"),
-        *("cold time per token over nothing lent", "its p99"),
-    ]
+    head = ["lent over own", "blocks own and lent", *_WOVEN_OVER_OTHERS]
     return _with_head(f"{counted_runs(result.data['runs'])}.", head, rows)
+
+
+def weave_budgets(result: Result) -> str:
+    """What it costs the hot model that its lender is disturbed less."""
+    rows = [
+        [budget, *_woven_over_others(of)]
+        for budget, of in {"as it comes": result.data, **result.data["by_tpot_budget"]}.items()
+    ]
+    head = ["`tpot_budget`", *_WOVEN_OVER_OTHERS]
+    return _with_head(f"{counted_runs(result.data['runs'])}.", head, rows)
+
+
+_WOVEN_OVER_OTHERS = (
+    *("hot tokens/s over stock vLLM", "over nothing lent", "over all memory its own"),
+    *("cold time per token over nothing lent", "its p99"),
+)
+
+
+def _woven_over_others(of: Mapping[str, Any]) -> list[str]:
+    ratios = ("hot_peak_vs_stock", "hot_peak_vs_dedicated", "share_of_all_local")
+    return [
+        *(spread(of[name], digits=3) if name in of else "" for name in ratios),
+        spread(of["cold_tpot_ratio_mean"], digits=3),
+        f"{spread(of['cold_tpot_ratio_p99'], digits=3)}; "
+        f"n = {min(of['cold_tpot_ratio_p99_n'])} a run",
+    ]
 
 
 def lent_share(result: Result) -> str:
@@ -373,6 +390,7 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
     "overhead_default": overhead,
     "weave": weave,
     "weave_curve": weave_curve,
+    "weave_budgets": weave_budgets,
     "lent_share": lent_share,
     "prefix": prefix,
     "documents": documents,

@@ -18,7 +18,9 @@ All arms have the same memory in all (:func:`benchmarks.weave_memory.divisions`)
   (Tensor parallelism cannot divide the model's 9 query heads.)
 
 ``--lent-over-own 0.5 1 2 5`` divides ``--own-blocks`` plus ``--lent-blocks`` anew for each of these
-ratios: the curve of what is gained by how much is lent. ``--disturb`` has another process take a
+ratios: the curve of what is gained by how much is lent. ``--tpot-budgets 1.05 1.02`` adds arms
+``slices@1.05`` and so on, whose lender takes part with that budget (of :class:`LendingOptions`):
+what less disturbance of the cold model costs the hot one. ``--disturb`` has another process take a
 share of the lender's core. Each run serves the same requests in all arms, one after the other.
 
 Run it as ``python -m benchmarks.weave`` or ``make bench-weave``.
@@ -165,6 +167,12 @@ async def served_woven(
     )
 
 
+def kind_and_budget(arm: str) -> tuple[str, float | None]:
+    """Of ``slices@1.05``; None: the budget that a lender has by itself."""
+    kind, _, budget = arm.partition("@")
+    return kind, float(budget) if budget else None
+
+
 class Fleet:
     """All engines, of which two compute at a time; blocks as :func:`divisions` has them."""
 
@@ -175,25 +183,28 @@ class Fleet:
         # Engines that lend and borrow also serve the arm in which nothing is lent.
         apart = shares["dedicated"]
         # Without polling within steps, a task may wait for a whole one of the lender.
-        lending = (
-            woven(0, apart.hot + 1, places, borrow_bytes=lent, patience_ms=5000),
-            woven(1, apart.cold + 1, places, lend_bytes=lent),
-        )
+        borrower = woven(0, apart.hot + 1, places, borrow_bytes=lent, patience_ms=5000)
+        lender = woven(1, apart.cold + 1, places, lend_bytes=lent)
         for arm in arms:
-            hot, cold = (blocks + 1 for blocks in shares[arm])
+            kind, budget = kind_and_budget(arm)
+            hot, cold = (blocks + 1 for blocks in shares[kind])
             if arm == "stock":
                 self._pairs[arm] = stock(0, hot, places), stock(1, cold, places)
             elif arm == "local":
                 self._pairs[arm] = plain([0], hot, places), plain([1], cold, places)
             elif arm == "multiplexed":
                 self._pairs[arm] = plain([0, 1], hot, places), plain([0, 1], cold, places)
+            elif budget is not None:
+                careful = woven(1, cold, places, lend_bytes=lent, tpot_budget=budget)
+                self._pairs[arm] = borrower, careful
             else:
-                self._pairs[arm] = lending
+                self._pairs[arm] = borrower, lender
 
     async def run(self, arm: str, rate: float, load: Load, seed: str) -> Run:
         hot, cold = self._pairs[arm]
-        if arm in WOVEN:
-            return await served_woven(hot, cold, arm, rate, load, seed)
+        kind, _ = kind_and_budget(arm)
+        if kind in WOVEN:
+            return await served_woven(hot, cold, kind, rate, load, seed)
         return await served(hot, cold, rate, load, seed)
 
     def close(self) -> None:
@@ -213,9 +224,8 @@ def peaks(runs: Runs, arm: str) -> list[float]:
     ]
 
 
-def compared(runs: Runs) -> dict[str, Any]:
-    """Ratios within runs."""
-    best = next(arm for arm in ("slices", "operators", "steps") if arm in runs)
+def compared(runs: Runs, best: str) -> dict[str, Any]:
+    """Ratios within runs, of this woven arm over the others."""
     busiest = max(runs[best])
     woven, apart = runs[best][busiest], runs["dedicated"][busiest]
     result: dict[str, Any] = {
@@ -293,7 +303,12 @@ async def measure_division(
     finally:
         fleet.close()
     return {
-        **compared(runs),
+        **compared(runs, next(arm for arm in reversed(WOVEN) if arm in runs)),
+        "by_tpot_budget": {
+            f"{budget:g}": compared(runs, arm)
+            for arm in runs
+            if (budget := kind_and_budget(arm)[1]) is not None
+        },
         "blocks": asdict(division),
         "by_arm": {
             arm: {str(rate): figures(of) for rate, of in by_rate.items()}
@@ -352,11 +367,16 @@ def main() -> None:
     parser.add_argument("--cold-blocks", type=int, default=48, help="beside those that it lends")
     parser.add_argument("--lent-blocks", type=int, default=80)
     parser.add_argument("--places", type=int, default=32, help="requests in a step at most")
+    parser.add_argument(
+        "--tpot-budgets", type=float, nargs="+", default=[], metavar="RATIO",
+        help="slices once more with each of these budgets of the lender",
+    )  # fmt: skip
     parser.add_argument("--disturb", type=float, default=0.0, help="share of the lender's core")
     parser.add_argument("--trace", type=Path, help="an Azure conversation trace, .csv.gz")
     args = parser.parse_args()
     if "dedicated" not in args.arms or not set(WOVEN) & set(args.arms):
         parser.error("--arms needs dedicated and one of " + ", ".join(WOVEN))
+    args.arms += [f"slices@{budget:g}" for budget in args.tpot_budgets]
     facts = machine()
     publish("weave", asyncio.run(measure(args)), setup=said_by(args), facts=facts)
 

@@ -67,7 +67,8 @@ def runs_of(share: float = 1.0) -> list[weave.Run]:
 def woven() -> dict[str, Any]:
     runs = {arm: {6.0: runs_of()} for arm in ("stock", "dedicated", "slices")}
     return {
-        **weave.compared(runs),
+        **weave.compared(runs, "slices"),
+        "by_tpot_budget": {"1.05": weave.compared(runs, "slices")},
         "blocks": asdict(Division(16, 80, 48)),
         "by_arm": {
             arm: {str(rate): weave.figures(of) for rate, of in by_rate.items()}
@@ -89,6 +90,12 @@ def test_the_curve_has_a_row_a_ratio() -> None:
     text = tables_of_arms.weave_curve(kept(curve))
     assert "| 0.5 | 16 and 80 | 1.00 | 1.00 |  | 1.00 | 1.00; n = 2 a run |" in text
     assert "| 5 |" in text
+
+
+def test_each_budget_of_the_lender_has_a_row() -> None:
+    text = tables_of_arms.weave_budgets(kept(woven()))
+    assert "| as it comes | 1.00 | 1.00 |  | 1.00 |" in text
+    assert "| 1.05 | 1.00 | 1.00 |  | 1.00 | 1.00; n = 2 a run |" in text
 
 
 def test_the_share_to_lend_has_a_row_a_point() -> None:

@@ -21,6 +21,7 @@ from benchmarks.weave import (
     Run,
     arrivals,
     compared,
+    kind_and_budget,
     served,
 )
 from benchmarks.weave_engines import Engine, Served, served_of
@@ -38,7 +39,7 @@ def run(hot_tpot_ms: float, cold_tpot_ms: float, **figures: float) -> Run:
 
 def test_what_a_task_costs_is_of_the_loans_that_lasted() -> None:
     woven = [run(10, 30, **TASKS), run(10, 30)]
-    found = compared({"dedicated": {1.0: [run(20, 20)] * 2}, "slices": {1.0: woven}})
+    found = compared({"dedicated": {1.0: [run(20, 20)] * 2}, "slices": {1.0: woven}}, "slices")
     assert found["hot_tpot_vs_dedicated_at_peak"]["median"] == pytest.approx(0.5)
     assert found["cold_tpot_ratio_mean"]["median"] == pytest.approx(1.5)
     assert found["cold_tpot_ratio_p99_n"] == [2, 2]
@@ -47,9 +48,14 @@ def test_what_a_task_costs_is_of_the_loans_that_lasted() -> None:
 
 
 def test_the_ratios_are_told_even_where_no_loan_lasted() -> None:
-    found = compared({"dedicated": {1.0: [run(20, 20)]}, "slices": {1.0: [run(10, 30)]}})
+    found = compared({"dedicated": {1.0: [run(20, 20)]}, "slices": {1.0: [run(10, 30)]}}, "slices")
     assert found["cold_tpot_ratio_mean"]["median"] == pytest.approx(1.5)
     assert not {"per_layer_overhead_us", "wait_us_splitting"} & found.keys()
+
+
+def test_an_arm_may_name_its_lenders_budget() -> None:
+    assert kind_and_budget("slices") == ("slices", None)
+    assert kind_and_budget("slices@1.05") == ("slices", 1.05)
 
 
 @pytest.mark.parametrize("ratio", [None, 0.5, 1.0, 2.0, 5.0])
