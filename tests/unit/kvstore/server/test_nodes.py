@@ -354,7 +354,7 @@ def test_a_peer_that_ends_or_hangs_in_the_middle_of_a_fetch(
                 assert second.engine.read(one) <= (200 if one != keys[-1] else 0)
             asked = time.monotonic()
             second.ask(chain("quick", 100))
-            assert time.monotonic() - asked < 0.1
+            assert time.monotonic() - asked < 0.5
     finally:
         process.kill()
         process.join()

@@ -244,12 +244,13 @@ def test_a_store_that_is_away_costs_one_short_wait_a_second(options: StoreOption
     with pytest.raises(StoreAwayError, match="does not answer"):
         client.ask(Inspect(), StoreUsage)
     waited = time.monotonic() - begin
-    assert 0.04 < waited < 0.5
+    assert 0.04 < waited < 2
     begin = time.monotonic()
     for _ in range(100):
         with pytest.raises(StoreAwayError, match="is away"):
             client.ask(Inspect(), StoreUsage)
-    assert time.monotonic() - begin < 0.1
+    # Were each to wait, they would take five seconds.
+    assert time.monotonic() - begin < 1
 
 
 def test_a_client_finds_the_store_that_came_back_and_what_it_kept(options: StoreOptions) -> None:

@@ -217,20 +217,20 @@ def test_a_peer_that_stops_in_the_middle_is_gone_within_seconds(
 
     class Slow(Blocks):
         def hold(self, request: FetchRequest) -> HeldBlocks:
-            time.sleep(1)
+            time.sleep(2)
             return super().hold(request)
 
     with served(Slow()) as peer, closing(TcpTransport(TOKEN)) as transport:
         begin = time.monotonic()
         with pytest.raises(PeerGoneError, match="nothing moved"):
             fetched(transport, peer, wanted(1))
-        assert time.monotonic() - begin < 0.9
+        assert time.monotonic() - begin < 1.8
 
 
 def test_closing_ends_fetches_under_way() -> None:
     class Endless(Blocks):
         def hold(self, request: FetchRequest) -> HeldBlocks:
-            time.sleep(1.5)
+            time.sleep(3)
             return super().hold(request)
 
     with served(Endless()) as peer:
@@ -239,7 +239,7 @@ def test_closing_ends_fetches_under_way() -> None:
         begin = time.monotonic()
         with pytest.raises(PeerGoneError):
             fetched(transport, peer, wanted(1))
-        assert time.monotonic() - begin < 1
+        assert time.monotonic() - begin < 2
         with pytest.raises(PeerGoneError, match="has ended"):
             fetched(transport, peer, wanted(1))
 

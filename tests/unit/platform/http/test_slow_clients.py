@@ -185,7 +185,7 @@ async def test_silent_clients_of_one_address_leave_room_for_others() -> None:
         reader, writer = await served.connect("127.0.0.2")
         writer.write(GET)
         assert await asyncio.wait_for(reader.readuntil(b"hello"), 5)
-        assert time.monotonic() - began_s < 1
+        assert time.monotonic() - began_s < 4
         writer.close()
         # Whoever leaves makes room.
         silent.pop()[1].close()

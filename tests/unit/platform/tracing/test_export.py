@@ -52,9 +52,10 @@ def test_a_collector_that_is_away_keeps_nobody() -> None:
     began = time.monotonic()
     for _ in range(5000):
         tracing.begin("x", {}).end(200)
-    assert time.monotonic() - began < 5
+    # Were each to wait for it, they would take hours.
+    assert time.monotonic() - began < 30
     tracing.close()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
 
 
 def test_vllms_spans_go_the_same_way() -> None:

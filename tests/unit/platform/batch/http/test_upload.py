@@ -98,7 +98,7 @@ async def test_an_upload_that_hardly_comes_is_given_up(
     began = time.monotonic(), time.process_time()
     with pytest.raises(RequestTimeout, match="Send it faster"):
         await read(endless, pause_s=pause_s)
-    assert time.monotonic() - began[0] < 1
+    assert time.monotonic() - began[0] < 5
     assert time.process_time() - began[1] < 0.5
 
 
