@@ -51,6 +51,12 @@ class BorrowerEnd(Protocol):
     def read(self, layer: int, timeout_s: float) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Copy one layer of the blocks from the lender's memory."""
 
+    def through_layers(
+        self, hidden: torch.Tensor, residual: torch.Tensor, timeout_s: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Have the lender compute its layers of the step's rows, if it computes any
+        (:attr:`Leaf.computes_layers`)."""
+
 
 class LenderEnd(Protocol):
     """Serves all loans of a worker, as
@@ -89,12 +95,12 @@ class Leaf(Protocol):
     """Makes both ends.
 
     Attributes:
-        computes_shards: Whether heads or layers of all requests can be lent, too.
+        computes_layers: Whether a lender can compute whole layers, too.
         polls: Whether the lender's steps may look for tasks.
     """
 
     @property
-    def computes_shards(self) -> bool: ...
+    def computes_layers(self) -> bool: ...
     @property
     def polls(self) -> bool: ...
 

@@ -16,7 +16,14 @@ pytest.importorskip("triton", reason="Triton, which interprets the kernels, is n
 from benchmarks.engine import BLOCK_TOKENS, end
 from loomserve.platform.lending.ring.ring import Closed, Ring
 from tests.integration import tiny_llama
-from tests.integration.lending_pair import Pair, answers, begin, lending_engine
+from tests.integration.lending_pair import (
+    Pair,
+    answers,
+    begin,
+    lending_engine,
+    outputs,
+    shard_loan,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -136,9 +143,45 @@ def step(engine: Any, answered: dict[str, list[int]]) -> None:
             answered[output.request_id] = list(output.outputs[0].token_ids)
 
 
+def test_a_head_leaves_within_a_stream_and_comes_home(interpreted: Pair) -> None:
+    asked = prompts(5, 40, 7)
+    alone = answers(interpreted.hot, asked, 10)
+    hot = interpreted.hot.llm_engine
+    answered: dict[str, list[int]] = {}
+    with shard_loan(interpreted, heads=1) as loan:
+        for at, prompt in enumerate(asked):
+            begin(hot, f"head-{at}", prompt, 10)
+        for _ in range(3):
+            step(hot, answered)
+        loan.begin()
+        phases = [loan.phase]
+        while hot.has_unfinished_requests():
+            step(hot, answered)
+            phases.append(loan.phase)
+            if phases.count("away") == 2:
+                loan.come_home()
+        assert "away" in phases
+        assert phases[-1] == "home"
+        assert loan.ring.stats().tasks > 0
+    assert [answered[f"head-{at}"] for at in range(2)] == alone
+    assert not beside_rings()
+
+
+def test_a_prefix_whose_head_has_left_is_found_and_leaves_room_for_more(interpreted: Pair) -> None:
+    (prompt,) = prompts(6, 40)
+    (alone,) = answers(interpreted.hot, [prompt], 4)
+    with shard_loan(interpreted, heads=1) as loan:
+        loan.begin()
+        assert loan.phase == "away"
+        assert interpreted.call(interpreted.hot, "loan_state")["own_blocks"] == 2 * BLOCKS
+        (again,) = outputs(interpreted.hot, [prompt], 4)
+        assert again.num_cached_tokens == BLOCK_TOKENS
+        assert list(again.outputs[0].token_ids) == alone
+
+
 def test_what_kernels_cannot_carry_is_refused(interpreted: Pair) -> None:
     with pytest.raises(Exception, match="between CPU devices only"):
-        interpreted.call(interpreted.hot, "borrowing", {"heads": 1})
+        interpreted.call(interpreted.hot, "borrowing", {"layers": [0, 1]})
 
 
 def rings() -> list[Path]:

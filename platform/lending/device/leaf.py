@@ -14,7 +14,7 @@ from loomserve.platform.lending.ring.ring import Ring
 class KernelLeaf:
     """A :class:`~loomserve.platform.lending.leaf.Leaf` over memory that both ends map."""
 
-    computes_shards = False
+    computes_layers = False
 
     def __init__(self, memory: SharedMemory, form: Form = Form.STREAM) -> None:
         """

@@ -68,8 +68,8 @@ class DividesBatch:
     layer_names: list[str]
     vllm_config: Any
     block_size: int
-    num_heads: int
-    num_kv_heads: int
+    head_numbers = ("num_heads", "num_kv_heads")
+    """The builder's attributes with the numbers of query heads and of KV heads."""
 
     def build(
         self,
@@ -110,13 +110,16 @@ class DividesBatch:
     @contextmanager
     def _only(self, heads: RemoteHeads | None) -> Iterator[None]:
         """Have vLLM build for those heads only that stay here."""
-        before = self.num_heads, self.num_kv_heads
+        before = [getattr(self, name) for name in self.head_numbers]
         if heads is not None:
-            self.num_heads, self.num_kv_heads = heads.kept.query_heads, heads.kept.kv_heads
+            kept = (heads.kept.query_heads, heads.kept.kv_heads)
+            for name, number in zip(self.head_numbers, kept, strict=True):
+                setattr(self, name, number)
         try:
             yield
         finally:
-            self.num_heads, self.num_kv_heads = before
+            for name, number in zip(self.head_numbers, before, strict=True):
+                setattr(self, name, number)
 
     def _begin_loan_step(
         self,

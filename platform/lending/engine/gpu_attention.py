@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -39,7 +42,13 @@ class RemoteFlashAttentionBuilder(DividesBatch, FlashAttentionMetadataBuilder): 
     # Which rows are whose changes from step to step, and a graph's launches do not.
     _cudagraph_support = AttentionCGSupport.NEVER
     supports_update_block_table = False
+    head_numbers = ("num_heads_q", "num_heads_kv")
 
 
 class RemoteFlashAttentionImpl(AttendsRemotely, FlashAttentionImpl):  # type: ignore[misc]
     """Computes own rows with FlashAttention."""
+
+    def _own(self, layer: Any, query: torch.Tensor, key: torch.Tensor, *of_step: Any) -> None:
+        # vLLM shapes scales of the KV by it, and some heads may be away.
+        self.num_kv_heads = key.shape[1]
+        super()._own(layer, query, key, *of_step)

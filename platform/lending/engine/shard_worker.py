@@ -24,8 +24,7 @@ from loomserve.platform.lending.engine.shards.layers import (
 )
 from loomserve.platform.lending.engine.shards.shard import LocalKv, RemoteShard
 from loomserve.platform.lending.engine.shards.store_memory import ShardedMemory
-from loomserve.platform.lending.ring.borrower import Borrower
-from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.leaf import Leaf
 from loomserve.platform.state.lending_options import ShardSpec
 
 
@@ -49,6 +48,7 @@ class ShardWorker:
         kv: the engine's own.
         model: the engine's own.
         limits: of its steps.
+        leaf: makes this engine's ends of loans.
         store: finds the engine's end of the KV store, if it has one.
     """
 
@@ -58,12 +58,14 @@ class ShardWorker:
         kv: LocalKv,
         model: OwnModel,
         limits: StepLimits,
+        leaf: Leaf,
         store: Callable[[], Store | None],
     ) -> None:
         self._lending = lending
         self._kv = kv
         self._model = model
         self._limits = limits
+        self._leaf = leaf
         self._store = store
         self._shards: dict[int, RemoteShard] = {}
 
@@ -101,12 +103,12 @@ class ShardWorker:
         Returns:
             How many own blocks there are once the shard is away.
         """
-        borrower = Borrower(Ring.attach(Path(path)))
-        self._shards[partition] = shard = self._shard(borrower, spec)
+        self._shards[partition] = shard = self._shard(Path(path), spec)
         return shard.blocks
 
-    def _shard(self, borrower: Borrower, spec: ShardSpec) -> RemoteShard:
+    def _shard(self, path: Path, spec: ShardSpec) -> RemoteShard:
         patience_s = self._lending.patience_s
+        borrower = self._leaf.borrower(path, patience_s)
         if "heads" in spec:
             return RemoteHeads(self._kv, borrower, patience_s)
         return RemoteLayers(

@@ -127,7 +127,7 @@ class TakesPartInLending(ABC):
         )
         model = OwnModel(runner.get_model(), self.vllm_config)
         self._borrower = BorrowerWorker(context, kv, limits, self._leaf)
-        self._shards = ShardWorker(context, kv, model, limits, _store)
+        self._shards = ShardWorker(context, kv, model, limits, self._leaf, _store)
         self._lender = LenderWorker(context, self._server, kv, model.module)
 
     def _geometry(self, attention: list[Any]) -> Geometry:
@@ -162,8 +162,8 @@ class TakesPartInLending(ABC):
         """
         if not shard:
             return self._borrower.requirements()
-        if not self._leaf.computes_shards:
-            raise ValueError("heads and layers move between CPU devices only")
+        if "layers" in shard and not self._leaf.computes_layers:
+            raise ValueError("layers move between CPU devices only")
         return self._shards.requirements(shard)
 
     def borrow(self, partition: int, path: str) -> None:

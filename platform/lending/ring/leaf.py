@@ -13,7 +13,7 @@ class RingLeaf:
     """A :class:`~loomserve.platform.lending.leaf.Leaf`; see
     :class:`~loomserve.platform.lending.ring.attention_server.AttentionServer` for ``split_kv``."""
 
-    computes_shards = True
+    computes_layers = True
     polls = True
 
     def __init__(self, *, split_kv: bool) -> None:

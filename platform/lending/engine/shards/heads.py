@@ -15,7 +15,7 @@ import torch
 
 from loomserve.platform.lending.engine.memory.mapped import page_bytes
 from loomserve.platform.lending.engine.shards.shard import LocalKv, RemoteShard, room
-from loomserve.platform.lending.ring.borrower import Borrower
+from loomserve.platform.lending.leaf import BorrowerEnd
 from loomserve.platform.lending.ring.geometry import Geometry
 
 
@@ -48,7 +48,7 @@ def _shares_of(geometry: Geometry, heads: int, device: torch.device) -> tuple[in
 class RemoteHeads(RemoteShard):
     """The last KV heads of every layer, as many as the borrower's ring has."""
 
-    def __init__(self, kv: LocalKv, borrower: Borrower, patience_s: float) -> None:
+    def __init__(self, kv: LocalKv, borrower: BorrowerEnd, patience_s: float) -> None:
         super().__init__(kv, borrower, patience_s)
         every, remote = kv.geometry, borrower.ring.geometry
         self.kept = geometry_of_heads(every, every.kv_heads - remote.kv_heads)
@@ -71,13 +71,13 @@ class RemoteHeads(RemoteShard):
 
     def write_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:
         kept = self.kept.kv_heads
-        self._here(layer)[blocks.start : blocks.stop] = rows[:, :kept]
+        self._kv_caches[layer][blocks.start : blocks.stop] = rows[:, :kept]
         return self._write_there(layer, blocks, rows[:, kept:])
 
     def read_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:
         kept = self.kept.kv_heads
-        rows[:, :kept] = self._here(layer)[blocks.start : blocks.stop]
+        rows[:, :kept] = self._kv_caches[layer][blocks.start : blocks.stop]
         return self._read_there(layer, blocks, rows[:, kept:])
 
     def _remote(self, number: int) -> torch.Tensor:
-        return self._by_halves(self._whole[number])[:, self.kept.kv_heads :]
+        return self._whole[number][:, self.kept.kv_heads :]

@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 from loomserve.platform.base.heap import give_back_freed
 from loomserve.platform.lending.engine.shards.shard import LocalKv, RemoteShard, room
 from loomserve.platform.lending.engine.shards.weights import LayerWeights
-from loomserve.platform.lending.ring.borrower import Borrower
+from loomserve.platform.lending.leaf import BorrowerEnd
 from loomserve.platform.lending.ring.geometry import Geometry
 
 _PATIENT_ROWS = 32
@@ -113,7 +113,7 @@ class RemoteLayers(RemoteShard):
     def __init__(
         self,
         kv: LocalKv,
-        borrower: Borrower,
+        borrower: BorrowerEnd,
         patience_s: float,
         *,
         layers: range,
@@ -171,23 +171,23 @@ class RemoteLayers(RemoteShard):
     def write_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:
         if layer in self._layers:
             return self._write_there(self._layers.index(layer), blocks, rows)
-        self._here(layer)[blocks.start : blocks.stop] = rows
+        self._kv_caches[layer][blocks.start : blocks.stop] = rows
         return True
 
     def read_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:
         if layer in self._layers:
             return self._read_there(self._layers.index(layer), blocks, rows)
-        rows[:] = self._here(layer)[blocks.start : blocks.stop]
+        rows[:] = self._kv_caches[layer][blocks.start : blocks.stop]
         return True
 
     def _remote(self, number: int) -> torch.Tensor:
-        return self._by_halves(self._whole[self._layers[number]])
+        return self._whole[self._layers[number]]
 
 
 class _Elsewhere(nn.Module):  # type: ignore[misc]
     """Stands for the first layer that is away: has the lender compute all of them."""
 
-    def __init__(self, borrower: Borrower, least_s: float, row_s: float) -> None:
+    def __init__(self, borrower: BorrowerEnd, least_s: float, row_s: float) -> None:
         super().__init__()
         self._borrower = borrower
         self._least_s, self._row_s = least_s, row_s

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from loomserve.platform.lending.ring.borrower import Borrower
+from loomserve.platform.lending.engine.memory.lent import keys_and_values
+from loomserve.platform.lending.leaf import BorrowerEnd
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.ring import RingTask
 
@@ -61,10 +62,11 @@ class RemoteShard(ABC):
         patience_s: a lender that takes longer for one layer is given up.
     """
 
-    def __init__(self, kv: LocalKv, borrower: Borrower, patience_s: float) -> None:
+    def __init__(self, kv: LocalKv, borrower: BorrowerEnd, patience_s: float) -> None:
         self.borrower = borrower
         self._attention = kv.attention
         self._kv_caches = kv.caches
+        self._geometry = kv.geometry
         self._whole = list(kv.caches)
         self._release = kv.release
         self._numbers = kv.numbers
@@ -140,7 +142,7 @@ class RemoteShard(ABC):
         Args:
             layer: from 0.
             blocks: no more than ``borrower.ring.most_copied``.
-            rows: ``[blocks, kv_heads, 2 * block_size, head_size]``.
+            rows: ``[blocks, kv_heads, block_size, 2 * head_size]``, as in a cache.
 
         Returns:
             False if the lender's ring has closed.
@@ -152,9 +154,8 @@ class RemoteShard(ABC):
 
     def _write_there(self, number: int, blocks: range, rows: torch.Tensor) -> bool:
         """Write blocks of one of the shard's layers at the lender."""
-        key, value = rows.chunk(2, dim=2)
         self.borrower.begin_copy(blocks, RingTask.WRITE)
-        done = self.borrower.write(number, key, value, self._patience_s)
+        done = self.borrower.write(number, *self._by_kind(rows), self._patience_s)
         self.borrower.resume_step()
         return done
 
@@ -162,19 +163,20 @@ class RemoteShard(ABC):
         self.borrower.begin_copy(blocks, RingTask.READ)
         found = self.borrower.read(number, self._patience_s)
         if found is not None:
-            torch.cat(found, dim=2, out=rows)
+            for kind, some in zip(self._by_kind(rows), found, strict=True):
+                kind.copy_(some)
         self.borrower.resume_step()
         return found is not None
 
     @abstractmethod
     def _remote(self, number: int) -> torch.Tensor:
         """Return the memory that one of the shard's layers has here when it is not away,
-        ``[blocks, kv_heads, 2 * block_size, head_size]``."""
+        ``[blocks, kv_heads, block_size, 2 * head_size]``."""
 
     def _send(self, blocks: list[int]) -> bool:
         self.borrower.begin_copy(blocks, RingTask.WRITE)
         for number in range(self.borrower.ring.geometry.layers):
-            key, value = self._remote(number)[blocks].chunk(2, dim=2)
+            key, value = (kind[blocks] for kind in self._by_kind(self._remote(number)))
             if not self.borrower.write(number, key, value, self._patience_s):
                 return False
         return True
@@ -185,7 +187,8 @@ class RemoteShard(ABC):
             rows = self.borrower.read(number, self._patience_s)
             if rows is None:
                 return False
-            self._remote(number)[blocks] = torch.cat(rows, dim=2)
+            for kind, some in zip(self._by_kind(self._remote(number)), rows, strict=True):
+                kind[blocks] = some.to(kind.device)
         return True
 
     def _copy_here(self, sources: list[int], targets: list[int]) -> None:
@@ -211,13 +214,9 @@ class RemoteShard(ABC):
         whole = self._whole[layer]
         return whole.as_strided((self.blocks, *whole.shape[1:]), whole.stride())
 
-    def _here(self, layer: int) -> torch.Tensor:
-        return self._by_halves(self._kv_caches[layer])
-
-    def _by_halves(self, cache: torch.Tensor) -> torch.Tensor:
-        """Return a view with a head's keys before its values, as the kernels pack them."""
-        blocks, heads, size, both = cache.shape
-        return cache.view(blocks, heads, 2 * size, both // 2)
+    def _by_kind(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of its keys and of its values, as they go through the ring."""
+        return keys_and_values(cache, self._geometry)
 
     def _use(self, layer: int, cache: torch.Tensor) -> None:
         self._kv_caches[layer] = cache

@@ -37,7 +37,7 @@ class ShardedMemory(BlockMemory):
         self.layers, self.layer_bytes = whole.layers, whole.layer_bytes
         self.layer_of, self.layers_here = whole.layer_of, shard.layers_here
         self._shard = shard
-        self._shape = (geometry.kv_heads, 2 * geometry.block_size, geometry.head_size)
+        self._shape = (geometry.kv_heads, geometry.block_size, 2 * geometry.head_size)
         self._dtype: torch.dtype = getattr(torch, geometry.dtype)
 
     def to_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:

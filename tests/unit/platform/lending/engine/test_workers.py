@@ -63,11 +63,12 @@ class Engines:
         numbers = OWN_BLOCKS + LENT_BLOCKS
         self.kv = local_kv(OWN_BLOCKS, numbers)
         self.context = LendingContext(5.0, Partitions([0, OWN_BLOCKS], numbers))
-        self.borrower = BorrowerWorker(self.context, self.kv, LIMITS, RingLeaf(split_kv=True))
+        leaf = RingLeaf(split_kv=True)
+        self.borrower = BorrowerWorker(self.context, self.kv, LIMITS, leaf)
         names = [each.layer_name for each in self.kv.attention]
         self.store = StoreSeen(KvMemory(dict(zip(names, self.kv.caches, strict=True))))
         model: Any = None
-        self.shards = ShardWorker(self.context, self.kv, model, LIMITS, lambda: self.store)
+        self.shards = ShardWorker(self.context, self.kv, model, LIMITS, leaf, lambda: self.store)
         self.lender_context = LendingContext()
         self.server = AttentionServer()
         lender_kv = local_kv(LENT_BLOCKS, LENT_BLOCKS)
