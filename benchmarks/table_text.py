@@ -36,6 +36,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def with_head(said: str, head: list[str], rows: list[list[str]]) -> str:
+    return f"{said}\n\n{table(head, rows)}"
+
+
 def sources(*names: str) -> str:
     """Which files a table is of, and what they were measured with."""
     return "\n\n".join(_source(name, cited(name)) for name in names)

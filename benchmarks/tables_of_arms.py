@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.result_files import CITED, Result, cited
-from benchmarks.table_text import counted_runs, number, sources, spread, table
+from benchmarks.table_text import counted_runs, number, sources, spread, table, with_head
 
 _LOADS = {"1": "1 stream", "8": "8 streams", "32": "32 streams", "64": "64 streams"}
 
@@ -63,7 +63,7 @@ def overhead(result: Result) -> str:
     rows.append(["memory at rest", *(f"{number(of['memory_gib'])} GiB" for of in found.values())])
     rows.append(["cores at rest", *(number(of["idle_cores"]) for of in found.values())])
     runs = next(iter(found.values()))["runs"]
-    return _with_head(f"{runs} pairs of each arm.", ["", *found], rows)
+    return with_head(f"{runs} pairs of each arm.", ["", *found], rows)
 
 
 def weave(result: Result) -> str:
@@ -117,7 +117,7 @@ def weave_curve(result: Result) -> str:
         for ratio, of in result.data["by_lent_over_own"].items()
     ]
     head = ["lent over own", "blocks own and lent", *_WOVEN_OVER_OTHERS]
-    return _with_head(f"{counted_runs(result.data['runs'])}.", head, rows)
+    return with_head(f"{counted_runs(result.data['runs'])}.", head, rows)
 
 
 def weave_budgets(result: Result) -> str:
@@ -127,7 +127,7 @@ def weave_budgets(result: Result) -> str:
         for budget, of in {"as it comes": result.data, **result.data["by_tpot_budget"]}.items()
     ]
     head = ["`tpot_budget`", *_WOVEN_OVER_OTHERS]
-    return _with_head(f"{counted_runs(result.data['runs'])}.", head, rows)
+    return with_head(f"{counted_runs(result.data['runs'])}.", head, rows)
 
 
 _WOVEN_OVER_OTHERS = (
@@ -157,7 +157,7 @@ def lent_share(result: Result) -> str:
         for share in data["hot_tpot"]
     ]
     head = ["requests lent", "hot time per token over 0 %", "cold", "cold requests"]
-    return _with_head(f"{counted_runs(data['runs'])}.", head, rows)
+    return with_head(f"{counted_runs(data['runs'])}.", head, rows)
 
 
 def prefix(result: Result) -> str:
@@ -174,7 +174,7 @@ def prefix(result: Result) -> str:
             ]
         )
     head = ["", "TTFT, median", "TTFT, p99", "hit rates"]
-    return _with_head(f"{counted_runs(result.data['runs'])} of each pair.", head, rows)
+    return with_head(f"{counted_runs(result.data['runs'])} of each pair.", head, rows)
 
 
 def documents(result: Result) -> str:
@@ -217,7 +217,7 @@ def documents(result: Result) -> str:
     ]
     over = table([f"`{ours}` over", *(f"`{other}`" for other in others)], ratios)
     head = ["median TTFT, hit rate", *parts.values()]
-    return f"{_with_head(f'{counted_runs(len(by_run))}.', head, own)}\n\n{over}"
+    return f"{with_head(f'{counted_runs(len(by_run))}.', head, own)}\n\n{over}"
 
 
 def rebalance(result: Result) -> str:
@@ -239,7 +239,7 @@ def rebalance(result: Result) -> str:
         row("requests that failed", "failed"),
     ]
     said = f"Medians of {result.data['runs']} runs."
-    return _with_head(said, ["", *(f"`{arm}`" for arm in arms)], rows)
+    return with_head(said, ["", *(f"`{arm}`" for arm in arms)], rows)
 
 
 def rebalance_replicas(result: Result) -> str:
@@ -298,7 +298,7 @@ def deadlines(result: Result) -> str:
     known = (
         f"Of the goodput of known lengths `deadline_refuses` has {spread(data['share_of_known'])}."
     )
-    return f"{_with_head(said, head, rows)}\n\n{known}"
+    return f"{with_head(said, head, rows)}\n\n{known}"
 
 
 def adaptive(result: Result) -> str:
@@ -323,7 +323,7 @@ def adaptive(result: Result) -> str:
         )
     ]
     head = ["adaptive over", "", *(f"{each} (n = {asked[each]} a run)" for each in sets)]
-    return _with_head(f"{counted_runs(data['runs'])}.", head, rows)
+    return with_head(f"{counted_runs(data['runs'])}.", head, rows)
 
 
 def batching(result: Result) -> str:
@@ -340,7 +340,7 @@ def batching(result: Result) -> str:
     ]
     asked = result.setup["real_requests"]
     said = f"{counted_runs(len(data['real']))} of n = {asked} requests an arm."
-    return _with_head(said, ["over `vanilla`", *figures.values()], rows)
+    return with_head(said, ["over `vanilla`", *figures.values()], rows)
 
 
 def start(result: Result) -> str:
@@ -354,11 +354,7 @@ def start(result: Result) -> str:
         ["the first over the second", spread(data["start_ratio"])],
         ["another engine in the place of one that was killed", spread(data["engine_back_s"], "s")],
     ]
-    return _with_head(f"{counted_runs(result.setup['runs'])}.", ["", "measured"], rows)
-
-
-def _with_head(said: str, head: list[str], rows: list[list[str]]) -> str:
-    return f"{said}\n\n{table(head, rows)}"
+    return with_head(f"{counted_runs(result.setup['runs'])}.", ["", "measured"], rows)
 
 
 def _blocks(of: Mapping[str, Any]) -> str:

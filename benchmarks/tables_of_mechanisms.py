@@ -1,0 +1,104 @@
+"""Tables of one mechanism by itself: moves of shards, HELR's map, transfers of the KV store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from benchmarks.result_files import Result
+from benchmarks.table_text import counted_runs, number, spread, with_head
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+def migrate(result: Result) -> str:
+    """How streams fare while heads or layers of theirs move."""
+    loads = dict.fromkeys(name.partition(" ")[2] for name in result.data["by_load"])
+
+    def of_kind(kind: str, load: str) -> list[str]:
+        of = result.data["by_load"][f"{kind} {load}"]
+        return [
+            f"{number(of[f'{kind}_pause_ms_p99'])} ms, {number(of[f'{kind}_pause_steps_p99'])} "
+            f"(n = {of[f'{kind}_pause_ms_n']})",
+            f"{number(of[f'{kind}_move_ms'] / 1000)} s",
+            spread(of[f"{kind}_step_while_away"]),
+        ]
+
+    rows = [
+        [load.replace("x", f" {TIMES} "), *of_kind("head", load), *of_kind("layer", load)]
+        for load in loads
+    ]
+    of_part = ("longest pause, and in steps", "a move", "a step while they are away")
+    head = [
+        f"streams {TIMES} context",
+        *(f"{part}: {what}" for part in ("heads", "layers") for what in of_part),
+    ]
+    changed = f"Tokens that changed: {result.data['tokens_changed']}."
+    runs = counted_runs(result.data["runs"])
+    return f"{with_head(f'{runs}.', head, rows)}\n\n{changed}"
+
+
+def helr(result: Result) -> str:
+    """Splits of a model over two cores of which one is slow, the best first."""
+    data = result.data
+    every = sorted(data["by_split"], key=lambda each: each["helr_vs_it"]["median"])
+    rows = [
+        [
+            each["split"],
+            number(each["tokens_per_second"], 3),
+            spread(each["helr_vs_it"], digits=3),
+            number(each["predicted_period_ms"] / data["predicted_period_ms"], 3),
+        ]
+        for each in every
+    ]
+    head = ["split", "tokens/s", f"of {data['helr']} (HELR's) over it", "predicted"]
+    least, most = data["spread"]["share_of_best"]
+    best = (
+        f"Against the best of them, measured once more: {number(data['share_of_best'])} "
+        f"({number(least)} to {number(most)})."
+    )
+    said = (
+        f"{counted_runs(data['runs'])} of each pair; a layer takes "
+        f"{number(1 / data['speed_of_slow_core'])} times as long on the slow core."
+    )
+    return f"{with_head(said, head, rows)}\n\n{best}"
+
+
+def transfer(result: Result) -> str:
+    """What share of the store's transfers the forward pass hid, and how far that was foreseen."""
+    data = result.data
+    speeds = {"memory": "shared memory", "links": "links of 8 to 256 MB/s"}
+    rows = [
+        [
+            where,
+            *(_hidden(data[speed], way) for way in ("load", "save")),
+            *(
+                f"{number(off['median'])}, at most {number(off['max'])}"
+                for off in (data["prediction_error"][kind][speed] for kind in ("paper", "stages"))
+            ),
+        ]
+        for speed, where in speeds.items()
+    ]
+    head = [
+        *("store behind", "share of a load that is hidden", "of a save"),
+        *("the paper's prediction is off by", "the one by stages"),
+    ]
+    points = {speed: len(data[speed]) for speed in speeds}
+    said = (
+        f"{counted_runs(data['runs'])} of {points['memory']} prompts, and of {points['links']} "
+        "through links; a figure is the median of a prompt's runs."
+    )
+    return with_head(said, head, rows)
+
+
+def _hidden(points: list[Mapping[str, float]], way: str) -> str:
+    shares = sorted(each[f"{way}_hidden_share"] for each in points)
+    middle = shares[len(shares) // 2]
+    return spread({"median": middle, "min": shares[0], "max": shares[-1]}, digits=3)
+
+
+TABLES: Mapping[str, Callable[[Result], str]] = {
+    "migrate": migrate,
+    "helr": helr,
+    "transfer": transfer,
+}
+"""By the name of the file."""
