@@ -210,6 +210,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "tokens_changed": sum(one.tokens_changed for some in moves.values() for one in some),
         "runs": args.runs,
         "by_load": {f"{kind} {load}": figures(some, kind) for (kind, load), some in moves.items()},
+        "moves": {
+            f"{kind} {load}": [one._asdict() for one in some]
+            for (kind, load), some in moves.items()
+        },
         "blocks": blocks,
     }
 

@@ -120,6 +120,35 @@ def compare(results: Results, hot: Any, cold: Any, folder: Path) -> str:
     return f"{stats.tasks} tasks, {same} of {PROMPTS * ANSWER} tokens equal{longer}"
 
 
+def compare_heads(results: Results, hot: Any, cold: Any, folder: Path) -> str:
+    """Have the cold engine compute half of the KV heads of all requests, and then none again."""
+    at_home, home_s = answers(hot)
+    path, part = folder / "heads", {"heads": KV_HEADS // 2}
+    call_loans(cold, "lend", "heads", str(path), call_loans(hot, "borrowing", part))
+    partition = call_loans(hot, "borrow", "heads", str(path), part)
+    # Where nothing runs, to look moves them on.
+    if (phase := phase_of_part(hot)) != "away":
+        raise RuntimeError(f"the heads are not away, but {phase}")
+    away, away_s = answers(hot)
+    call_loans(hot, "drain_loan", partition)
+    if (phase := phase_of_part(hot)) != "home":
+        raise RuntimeError(f"the heads are not at home again, but {phase}")
+    again, _ = answers(hot)
+    call_loans(hot, "end_loan", partition)
+    call_loans(cold, "end_lending", "heads")
+    same, of = equal(at_home, away), PROMPTS * ANSWER
+    results.add("tokens equal with half of the heads away, of", [same, of])
+    results.add("tokens equal with them at home again, of", [equal(at_home, again), of])
+    if HAS_GPU:
+        results.add("seconds at home, with heads away", [home_s, away_s])
+    return f"{same} with half of the heads away"
+
+
+def phase_of_part(hot: Any) -> str:
+    (loan,) = call_loans(hot, "loan_state")["loans"]
+    return str(loan["shard"]["phase"])
+
+
 def equal(one: list[list[int]], other: list[list[int]]) -> int:
     """How many tokens are, place by place."""
     pairs = zip(chain.from_iterable(one), chain.from_iterable(other), strict=True)
@@ -138,7 +167,8 @@ def engines(results: Results) -> None:
         )  # fmt: skip
         cold = engine(folder, 1, 2 * BLOCKS, lend_bytes=lent, polling="steps")
         try:
-            results.end(compare(results, hot, cold, folder))
+            told = compare(results, hot, cold, folder)
+            results.end(f"{told}; {compare_heads(results, hot, cold, folder)}")
         finally:
             end(hot)
             end(cold)
