@@ -6,12 +6,14 @@ A table whose file is not cited is empty: its page keeps what it says without on
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from benchmarks.result_files import CITED, Result, cited
 from benchmarks.table_text import counted_runs, number, sources, spread, table, with_head
+
+Rows = list[list[str]]
 
 _LOADS = {"1": "1 stream", "8": "8 streams", "32": "32 streams", "64": "64 streams"}
 
@@ -108,42 +110,48 @@ def weave(result: Result) -> str:
 
 def weave_curve(result: Result) -> str:
     """What is gained by how much is lent of the same memory."""
-    rows = [
-        [
-            f"{float(ratio):g}",
-            f"{of['blocks']['own']} and {of['blocks']['lent']}",
-            *_woven_over_others(of),
-        ]
-        for ratio, of in result.data["by_lent_over_own"].items()
+    curve = result.data["by_lent_over_own"]
+    head, rows = _woven_over_others(curve.values())
+    before = [
+        [f"{float(ratio):g}", f"{of['blocks']['own']} and {of['blocks']['lent']}"]
+        for ratio, of in curve.items()
     ]
-    head = ["lent over own", "blocks own and lent", *_WOVEN_OVER_OTHERS]
-    return with_head(f"{counted_runs(result.data['runs'])}.", head, rows)
+    return with_head(
+        f"{counted_runs(result.data['runs'])}.",
+        ["lent over own", "blocks own and lent", *head],
+        [[*first, *rest] for first, rest in zip(before, rows, strict=True)],
+    )
 
 
 def weave_budgets(result: Result) -> str:
     """What it costs the hot model that its lender is disturbed less."""
+    compared = {"as it comes": result.data, **result.data["by_tpot_budget"]}
+    head, rows = _woven_over_others(compared.values())
+    return with_head(
+        f"{counted_runs(result.data['runs'])}.",
+        ["`tpot_budget`", *head],
+        [[budget, *rest] for budget, rest in zip(compared, rows, strict=True)],
+    )
+
+
+def _woven_over_others(compared: Collection[Mapping[str, Any]]) -> tuple[list[str], Rows]:
+    """Columns' heads and the rows, without arms that were not run."""
+    names = {
+        "hot_peak_vs_stock": "hot tokens/s over stock vLLM",
+        "hot_peak_vs_dedicated": "hot tokens/s over nothing lent",
+        "share_of_all_local": "over all memory its own",
+        "cold_tpot_ratio_mean": "cold time per token over nothing lent",
+    }
+    names = {name: head for name, head in names.items() if all(name in of for of in compared)}
     rows = [
-        [budget, *_woven_over_others(of)]
-        for budget, of in {"as it comes": result.data, **result.data["by_tpot_budget"]}.items()
+        [
+            *(spread(of[name], digits=3) for name in names),
+            f"{spread(of['cold_tpot_ratio_p99'], digits=3)}; "
+            f"n = {min(of['cold_tpot_ratio_p99_n'])} a run",
+        ]
+        for of in compared
     ]
-    head = ["`tpot_budget`", *_WOVEN_OVER_OTHERS]
-    return with_head(f"{counted_runs(result.data['runs'])}.", head, rows)
-
-
-_WOVEN_OVER_OTHERS = (
-    *("hot tokens/s over stock vLLM", "over nothing lent", "over all memory its own"),
-    *("cold time per token over nothing lent", "its p99"),
-)
-
-
-def _woven_over_others(of: Mapping[str, Any]) -> list[str]:
-    ratios = ("hot_peak_vs_stock", "hot_peak_vs_dedicated", "share_of_all_local")
-    return [
-        *(spread(of[name], digits=3) if name in of else "" for name in ratios),
-        spread(of["cold_tpot_ratio_mean"], digits=3),
-        f"{spread(of['cold_tpot_ratio_p99'], digits=3)}; "
-        f"n = {min(of['cold_tpot_ratio_p99_n'])} a run",
-    ]
+    return [*names.values(), "its p99"], rows
 
 
 def lent_share(result: Result) -> str:

@@ -88,14 +88,14 @@ def test_weaving_is_told_with_how_many_cold_requests() -> None:
 def test_the_curve_has_a_row_a_ratio() -> None:
     curve = {"by_lent_over_own": {"0.5": woven(), "5.0": woven()}, "runs": 1}
     text = tables_of_arms.weave_curve(kept(curve))
-    assert "| 0.5 | 16 and 80 | 1.00 | 1.00 |  | 1.00 | 1.00; n = 2 a run |" in text
+    assert "| 0.5 | 16 and 80 | 1.00 | 1.00 | 1.00 | 1.00; n = 2 a run |" in text
     assert "| 5 |" in text
 
 
 def test_each_budget_of_the_lender_has_a_row() -> None:
     text = tables_of_arms.weave_budgets(kept(woven()))
-    assert "| as it comes | 1.00 | 1.00 |  | 1.00 |" in text
-    assert "| 1.05 | 1.00 | 1.00 |  | 1.00 | 1.00; n = 2 a run |" in text
+    assert "| as it comes | 1.00 | 1.00 | 1.00 |" in text
+    assert "| 1.05 | 1.00 | 1.00 | 1.00 | 1.00; n = 2 a run |" in text
 
 
 def test_the_share_to_lend_has_a_row_a_point() -> None:
