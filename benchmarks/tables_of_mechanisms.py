@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 
 from benchmarks.result_files import Result
@@ -91,9 +92,9 @@ def transfer(result: Result) -> str:
 
 
 def _hidden(points: list[Mapping[str, float]], way: str) -> str:
-    shares = sorted(each[f"{way}_hidden_share"] for each in points)
-    middle = shares[len(shares) // 2]
-    return spread({"median": middle, "min": shares[0], "max": shares[-1]}, digits=3)
+    shares = [each[f"{way}_hidden_share"] for each in points]
+    of = {"median": statistics.median(shares), "min": min(shares), "max": max(shares)}
+    return spread(of, digits=3)
 
 
 TABLES: Mapping[str, Callable[[Result], str]] = {

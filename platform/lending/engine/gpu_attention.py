@@ -50,5 +50,6 @@ class RemoteFlashAttentionImpl(AttendsRemotely, FlashAttentionImpl):  # type: ig
 
     def _own(self, layer: Any, query: torch.Tensor, key: torch.Tensor, *of_step: Any) -> None:
         # vLLM shapes scales of the KV by it, and some heads may be away.
-        self.num_kv_heads = key.shape[1]
+        if key is not None:
+            self.num_kv_heads = key.shape[1]
         super()._own(layer, query, key, *of_step)
