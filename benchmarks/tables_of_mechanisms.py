@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from benchmarks.result_files import Result
 from benchmarks.table_text import counted_runs, number, spread, with_head
@@ -97,9 +98,37 @@ def _hidden(points: list[Mapping[str, float]], way: str) -> str:
     return spread(of, digits=3)
 
 
+def disaggregation(result: Result) -> str:
+    """A prefill and a decode replica over two that do both, by trace."""
+    data = result.data
+    names = {
+        "tpot_p99_ratio": "time per output token, p99 over requests",
+        "itl_p99_ratio": "gap between two tokens, p99",
+        "ttft_p50_ratio": "first token, median",
+        "ttft_p99_ratio": "first token, p99",
+        "goodput_ratio": "goodput",
+    }
+
+    def of(trace: Mapping[str, Any], name: str) -> str:
+        least, most = trace["spread"][name]
+        return spread({"median": trace[name], "min": least, "max": most})
+
+    traces = {name.removesuffix(".csv.gz"): each for name, each in data["traces"].items()}
+    rows = [[what, *(of(each, name) for each in traces.values())] for name, what in names.items()]
+    head = [
+        "separated over unified",
+        *(
+            f"`{name}` (n = {each['requests']} a run, {number(each['rate'])} a second)"
+            for name, each in traces.items()
+        ),
+    ]
+    return with_head(f"{counted_runs(data['runs'])} of each pair.", head, rows)
+
+
 TABLES: Mapping[str, Callable[[Result], str]] = {
     "migrate": migrate,
     "helr": helr,
     "transfer": transfer,
+    "disaggregation": disaggregation,
 }
 """By the name of the file."""

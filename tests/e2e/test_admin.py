@@ -17,10 +17,15 @@ from tests.e2e.conftest import COLD, COLD_MODEL, HOT, Platform
 pytestmark = pytest.mark.e2e
 
 
-def wait_for(what: Callable[[], bool], timeout_s: float) -> None:
+def wait_for(
+    what: Callable[[], bool], timeout_s: float, seen: Callable[[], object] | None = None
+) -> None:
+    """Fail after ``timeout_s``, and tell what there is instead."""
     deadline = time.monotonic() + timeout_s
     while not what():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        if time.monotonic() >= deadline:
+            told = f"; there is {seen()}" if seen is not None else ""
+            pytest.fail(f"it did not happen in time{told}")
         time.sleep(0.25)
 
 

@@ -67,7 +67,8 @@ def replace_models(platform: Platform, gone: Collection[str], *models: dict[str,
         for given in models:
             admin.post("/admin/v1/models", json=given).raise_for_status()
     for given in models:
-        wait_for(lambda name=given["name"]: status(platform, name) == "ready", 240)
+        name = given["name"]
+        wait_for(lambda name=name: status(platform, name) == "ready", 240, lambda: platform.state())
 
 
 def status(platform: Platform, name: str) -> str | None:

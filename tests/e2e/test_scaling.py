@@ -206,7 +206,7 @@ def test_the_controller_adds_a_replica_on_a_cold_device_by_itself_and_no_answer_
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         asked = {prompt: pool.submit(ask_on, prompt) for prompt in PROMPTS}
         try:
-            wait_for(lambda: bool(_done(platform)), 150)
+            wait_for(lambda: bool(_done(platform)), 150, lambda: _planned(platform))
         finally:
             enough.set()
         assert {prompt: each.result() for prompt, each in asked.items()} == {
@@ -217,6 +217,10 @@ def test_the_controller_adds_a_replica_on_a_cold_device_by_itself_and_no_answer_
     assert plan["actions"] == [{"action": "add_replica", "model": balanced, "device": "core0"}]
     assert plan["real_gain"] > 0
     assert _replicas(platform, balanced) == ["core0", "core1"]
+
+
+def _planned(platform: Platform) -> tuple[Any, Any]:
+    return _rebalancing(platform), _rebalancing(platform, "plans")
 
 
 def _done(platform: Platform) -> list[dict[str, Any]]:

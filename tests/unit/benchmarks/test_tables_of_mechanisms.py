@@ -75,3 +75,19 @@ def test_transfers_are_told_by_what_hides_them_beside_what_was_foreseen() -> Non
     assert "3 runs of 3 prompts, and of 3 through links" in text
     foreseen = "0.010, at most 0.50"
     assert f"| shared memory | 1.00 (0.500 to 1.00) | 1.00 | {foreseen} | {foreseen} |" in text
+
+
+def test_prefill_apart_is_told_by_trace_with_how_many_requests() -> None:
+    ratios = [
+        f"{name}_ratio" for name in ("tpot_p99", "itl_p99", "ttft_p50", "ttft_p99", "goodput")
+    ]
+    trace = {
+        **dict.fromkeys(ratios, 0.5),
+        "spread": dict.fromkeys(ratios, (0.4, 0.6)),
+        "requests": 120,
+        "rate": 1.52,
+    }
+    data = {"traces": {"conv.csv.gz": trace, "code.csv.gz": trace}, "runs": 2}
+    text = tables_of_mechanisms.disaggregation(Result(data))
+    assert "| `conv` (n = 120 a run, 1.5 a second) | `code` (n = 120 a run" in text
+    assert "| first token, p99 | 0.50 (0.40 to 0.60) | 0.50 (0.40 to 0.60) |" in text
