@@ -206,7 +206,7 @@ def test_the_controller_adds_a_replica_on_a_cold_device_by_itself_and_no_answer_
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         asked = {prompt: pool.submit(ask_on, prompt) for prompt in PROMPTS}
         try:
-            wait_for(lambda: bool(_done(platform)), 150, lambda: _planned(platform))
+            wait_for(lambda: bool(_done(platform)), 300, lambda: _planned(platform))
         finally:
             enough.set()
         assert {prompt: each.result() for prompt, each in asked.items()} == {
