@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,10 @@ from loomserve.platform.engine.options.names import check
 from loomserve.platform.fleet.messages import EngineSpec, FrontEndSpec
 from loomserve.platform.models import catalog
 from loomserve.platform.nodes.resources import on_state
+
+_MAKING_APPLICATIONS = threading.Lock()
+"""Serve notes for the whole process what it pickles by value while it makes a deployment, and a
+second thread that makes one then fails with "is not registered for pickle by value"."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,9 @@ def hand_to_serve(spec: EngineSpec, devices: Sequence[str], base: str) -> Handed
     try:
         check(spec.model.name, spec.model.engine)
         resolved = _resolved(spec, Path(base))
-        run_replicas(resolved, {device: build_replica_app(resolved, device) for device in devices})
+        with _MAKING_APPLICATIONS:
+            apps = {device: build_replica_app(resolved, device) for device in devices}
+            run_replicas(resolved, apps)
     except LoomserveError as error:
         return Handed(problem=str(error))
     return Handed(front_end_of(resolved))
