@@ -16,9 +16,10 @@ from loomserve.platform.fleet.messages import EngineSpec, FrontEndSpec
 from loomserve.platform.models import catalog
 from loomserve.platform.nodes.resources import on_state
 
-_MAKING_APPLICATIONS = threading.Lock()
+_ONE_AT_A_TIME = threading.Lock()
 """Serve notes for the whole process what it pickles by value while it makes a deployment, and a
-second thread that makes one then fails with "is not registered for pickle by value"."""
+second thread that makes one then fails with "is not registered for pickle by value". In CPython
+3.11 two threads that parse Python at once may fail, too (``AST constructor recursion depth``)."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ def hand_to_serve(spec: EngineSpec, devices: Sequence[str], base: str) -> Handed
         base: folder to which the configuration's paths are relative.
     """
     try:
-        check(spec.model.name, spec.model.engine)
-        resolved = _resolved(spec, Path(base))
-        with _MAKING_APPLICATIONS:
+        with _ONE_AT_A_TIME:
+            check(spec.model.name, spec.model.engine)
+            resolved = _resolved(spec, Path(base))
             apps = {device: build_replica_app(resolved, device) for device in devices}
             run_replicas(resolved, apps)
     except LoomserveError as error:
