@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from benchmarks.result_files import Result, cited
 
@@ -25,6 +26,12 @@ def spread(of: Spread, unit: str = "", digits: int = 2) -> str:
     median, least, most = (number(of[name], digits) for name in ("median", "min", "max"))
     shown = f"{median} {unit}".rstrip()
     return shown if least == most else f"{shown} ({least} to {most})"
+
+
+def figure(of: Mapping[str, Any], name: str, unit: str = "", digits: int = 2) -> str:
+    """A median, whose least and greatest stand beside it under ``spread``."""
+    least, most = of["spread"][name]
+    return spread({"median": of[name], "min": least, "max": most}, unit, digits)
 
 
 def counted_runs(number_of: int) -> str:

@@ -11,18 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.result_files import CITED, Result, cited
-from benchmarks.table_text import counted_runs, number, sources, spread, table, with_head
+from benchmarks.table_text import counted_runs, figure, number, sources, spread, table, with_head
 
 Rows = list[list[str]]
 
 _LOADS = {"1": "1 stream", "8": "8 streams", "32": "32 streams", "64": "64 streams"}
 
 
-def _ratio(of: Mapping[str, Any], figure: str, unit: str = "") -> str:
-    if figure not in of:
-        return ""
-    least, most = of["spread"][figure]
-    return spread({"median": of[figure], "min": least, "max": most}, unit, 3)
+def _ratio(of: Mapping[str, Any], name: str, unit: str = "") -> str:
+    return figure(of, name, unit, 3) if name in of else ""
 
 
 def overhead_of(arm: str, load: str) -> Callable[[], str]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from benchmarks.result_files import Result
-from benchmarks.table_text import counted_runs, number, spread, with_head
+from benchmarks.table_text import counted_runs, figure, number, spread, with_head
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -53,11 +52,7 @@ def helr(result: Result) -> str:
         for each in every
     ]
     head = ["split", "tokens/s", f"of {data['helr']} (HELR's) over it", "predicted"]
-    least, most = data["spread"]["share_of_best"]
-    best = (
-        f"Against the best of them, measured once more: {number(data['share_of_best'])} "
-        f"({number(least)} to {number(most)})."
-    )
+    best = f"Against the best of them, measured once more: {figure(data, 'share_of_best')}."
     said = (
         f"{counted_runs(data['runs'])} of each pair; a layer takes "
         f"{number(1 / data['speed_of_slow_core'])} times as long on the slow core."
@@ -108,13 +103,10 @@ def disaggregation(result: Result) -> str:
         "ttft_p99_ratio": "first token, p99",
         "goodput_ratio": "goodput",
     }
-
-    def of(trace: Mapping[str, Any], name: str) -> str:
-        least, most = trace["spread"][name]
-        return spread({"median": trace[name], "min": least, "max": most})
-
     traces = {name.removesuffix(".csv.gz"): each for name, each in data["traces"].items()}
-    rows = [[what, *(of(each, name) for each in traces.values())] for name, what in names.items()]
+    rows = [
+        [what, *(figure(each, name) for each in traces.values())] for name, what in names.items()
+    ]
     head = [
         "separated over unified",
         *(

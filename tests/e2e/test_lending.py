@@ -67,8 +67,7 @@ def replace_models(platform: Platform, gone: Collection[str], *models: dict[str,
         for given in models:
             admin.post("/admin/v1/models", json=given).raise_for_status()
     for given in models:
-        name = given["name"]
-        wait_for(lambda name=name: status(platform, name) == "ready", 240, lambda: platform.state())
+        wait_for(lambda name=given["name"]: status(platform, name) == "ready", 240, platform.state)
 
 
 def status(platform: Platform, name: str) -> str | None:

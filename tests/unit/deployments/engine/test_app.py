@@ -17,10 +17,10 @@ GIB = 2**30
 CORE, GPU = Device(name="d", cores=(0,)), Device(name="d", kind="cuda", gpu=0)
 
 
-def spec_of(model: Model, device: Device) -> EngineSpec:
+def spec_of(model: Model, *devices: Device) -> EngineSpec:
     return EngineSpec(
         model=model,
-        devices=(device,),
+        devices=devices,
         path="org/m",
         internal_token="t",
         drain_timeout_s=1,

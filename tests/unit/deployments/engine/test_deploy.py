@@ -14,7 +14,7 @@ from loomserve.deployments.engine import deploy
 from loomserve.deployments.engine.deploy import Handed, hand_to_serve
 from loomserve.platform.config import Device, Model
 from loomserve.platform.fleet.messages import EngineSpec
-from loomserve.platform.scheduling.options import SchedulerOptions
+from tests.unit.deployments.engine.test_app import spec_of
 
 
 @pytest.fixture
@@ -35,16 +35,8 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def test_several_models_are_handed_to_serve_at_once(handed: list[str]) -> None:
     names = [f"d{at}" for at in range(40)]
-    spec = EngineSpec(
-        model=Model(name="m", source="org/m", devices=tuple(names)),
-        devices=tuple(Device(name=name, cores=(0,)) for name in names),
-        path="org/m",
-        internal_token="t",
-        drain_timeout_s=1,
-        kv_transfer_config=None,
-        lending=None,
-        scheduling=SchedulerOptions(),
-    )
+    model = Model(name="m", source="org/m", devices=tuple(names))
+    spec = spec_of(model, *(Device(name=name, cores=(0,)) for name in names))
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda name: hand_to_serve(spec, [name], "/"), names))
     assert sorted(handed) == sorted(names)
