@@ -40,13 +40,14 @@ def offline_engine(
 
     ``options`` are under vLLM's own names.
     """
+    options = {"enforce_eager": True, **options}
     os.environ.update(
         VLLM_CPU_OMP_THREADS_BIND=str(core),
         OMP_NUM_THREADS="1",
         VLLM_USE_V2_MODEL_RUNNER="0",
         VLLM_LOGGING_LEVEL="ERROR",
         # As on the platform: an eager engine compiles nothing.
-        TORCHDYNAMO_DISABLE="1",
+        TORCHDYNAMO_DISABLE="1" if options["enforce_eager"] else "0",
     )
     import torch
     from vllm import LLM
@@ -55,7 +56,6 @@ def offline_engine(
     torch.set_num_threads(1)
     return LLM(
         model=model,
-        enforce_eager=True,
         kv_transfer_config=kv_transfer_config,
         **{"dtype": cpu_dtype(), "block_size": BLOCK_TOKENS, **options},
     )
@@ -87,7 +87,7 @@ def lending_engine(
     lending: dict[str, Any],
     scheduling: dict[str, Any],
     kv_transfer_config: dict[str, Any] | None = None,
-    worker: str = "loomserve.platform.lending.engine.worker.RemoteAttentionWorker",
+    worker: str = "loomserve.platform.lending.engine.cpu_worker.RemoteAttentionWorker",
     **options: Any,
 ) -> Any:
     """One that lends or borrows, by ``LendingOptions``, and schedules by ``SchedulerOptions``."""

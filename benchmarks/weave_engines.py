@@ -153,7 +153,7 @@ def woven(core: int, blocks: int, places: int, **lending: Any) -> Engine:
         blocks,
         places,
         distributed_executor_backend=_executor(),
-        worker_cls="loomserve.platform.lending.engine.worker.RemoteAttentionWorker",
+        worker_cls="loomserve.platform.lending.engine.cpu_worker.RemoteAttentionWorker",
         scheduler_cls="loomserve.platform.lending.engine.scheduler.make_scheduler",
         additional_config={"loomserve": {"queue": "fcfs"}, LENDING_CONFIG: lending},
     )

@@ -17,7 +17,7 @@ from loomserve.platform.lending.device.leaf import KernelLeaf
 from loomserve.platform.lending.device.memory import HostMemory
 from loomserve.platform.lending.engine.attention import AttendsRemotely
 from loomserve.platform.lending.engine.cpu_attention import RemoteAttentionBackend
-from loomserve.platform.lending.engine.worker import RemoteAttentionWorker
+from loomserve.platform.lending.engine.cpu_worker import RemoteAttentionWorker
 from loomserve.platform.lending.ring.geometry import GPU
 
 

@@ -109,7 +109,7 @@ def _cuda_options(model: Model) -> dict[str, Any]:
 
 def _lending_options() -> dict[str, Any]:
     return {
-        "worker_cls": "loomserve.platform.lending.engine.worker.RemoteAttentionWorker",
+        "worker_cls": "loomserve.platform.lending.engine.cpu_worker.RemoteAttentionWorker",
         "scheduler_cls": "loomserve.platform.lending.engine.scheduler.make_scheduler",
         # A lender looks for tasks between its model's operators.
         "enforce_eager": True,

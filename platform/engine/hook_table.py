@@ -1443,7 +1443,7 @@ TABLE: tuple[Hook, ...] = (
         ),
         HookKind.SUBCLASS,
         "A worker that borrows and lends between its own steps.",
-        "platform/lending/engine/worker.py",
+        "platform/lending/engine/cpu_worker.py",
     ),
     Hook(
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner",
@@ -1459,7 +1459,7 @@ TABLE: tuple[Hook, ...] = (
         ),
         HookKind.SUBCLASS,
         "KV memory with address space for all partitions; rows in order of their partitions.",
-        "platform/lending/engine/model_runner.py",
+        "platform/lending/engine/cpu_worker.py",
     ),
     Hook(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
@@ -1518,14 +1518,14 @@ TABLE: tuple[Hook, ...] = (
         ),
         HookKind.READ,
         "Where each layer's blocks lie in one allocation, which is mapped instead.",
-        "platform/lending/engine/model_runner.py",
+        "platform/lending/engine/cpu_worker.py",
     ),
     Hook(
         "vllm.config.cache:CacheConfig",
         ("get_resolved_kv_cache_layout",),
         HookKind.READ,
         "The order of layers and blocks in that allocation.",
-        "platform/lending/engine/model_runner.py",
+        "platform/lending/engine/cpu_worker.py",
     ),
     Hook(
         "vllm.v1.kv_cache_interface:KVCacheConfig",

@@ -202,7 +202,7 @@ def test_the_replica_opens_loans_where_worker_and_scheduler_share_a_process(
     start = engine_start(
         str(catalog.resolve("demo", tmp_path)),
         tmp_path,
-        worker_cls="loomserve.platform.lending.engine.worker.RemoteAttentionWorker",
+        worker_cls="loomserve.platform.lending.engine.cpu_worker.RemoteAttentionWorker",
         scheduler_cls="loomserve.platform.lending.engine.scheduler.make_scheduler",
         additional_config={
             ADDITIONAL_CONFIG: {"queue": "fcfs"},

@@ -22,7 +22,7 @@ ENGINE_MODULES = (
     "loomserve.platform.engine.core.served_core",
     "loomserve.platform.engine.grammar_tokenizer",
     "loomserve.platform.lending.engine.scheduler",
-    "loomserve.platform.lending.engine.worker",
+    "loomserve.platform.lending.engine.cpu_worker",
     "loomserve.kvstore.engine.connector",
     "vllm.model_executor.models.llama",
 )

@@ -17,8 +17,7 @@ from loomserve.platform.lending.device.form import Form
 from loomserve.platform.lending.device.leaf import KernelLeaf
 from loomserve.platform.lending.device.memory import CudaMemory
 from loomserve.platform.lending.engine.gpu_attention import use_remote_attention
-from loomserve.platform.lending.engine.model_runner import SortsRows
-from loomserve.platform.lending.engine.worker import TakesPartInLending
+from loomserve.platform.lending.engine.worker import SortsRows, TakesPartInLending
 from loomserve.platform.lending.ring.geometry import GPU
 
 

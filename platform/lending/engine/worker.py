@@ -1,4 +1,4 @@
-"""A worker that borrows from lenders, and lends to borrowers, while it runs its own steps.
+"""Part of a worker that borrows from lenders, and lends to borrowers, while it runs its own steps.
 
 Its engine's scheduler divides the same block address space (:mod:`.borrower_scheduler`,
 :mod:`.lender_scheduler`) and calls the methods below by name, through vLLM's ``collective_rpc``.
@@ -12,26 +12,21 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
-from vllm import envs
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from loomserve.kvstore.engine.connector import StoreConnector
 from loomserve.kvstore.engine.connector_worker import StoreConnectorWorker
-from loomserve.platform.engine.worker import NonSpinningWorker
 from loomserve.platform.lending.engine.attention import share_context
 from loomserve.platform.lending.engine.block_partitions import OWN, borrowed_partitions
 from loomserve.platform.lending.engine.borrower_worker import BorrowerWorker, StepLimits
 from loomserve.platform.lending.engine.context import LendingContext
-from loomserve.platform.lending.engine.cpu_attention import use_remote_attention
 from loomserve.platform.lending.engine.lender_worker import LenderWorker
-from loomserve.platform.lending.engine.model_runner import RemoteAttentionModelRunner
 from loomserve.platform.lending.engine.shard_worker import ShardWorker
 from loomserve.platform.lending.engine.shards.layers import OwnModel
 from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.leaf import Leaf
 from loomserve.platform.lending.ring.geometry import Geometry
-from loomserve.platform.lending.ring.leaf import RingLeaf
 from loomserve.platform.state.lending_options import LENDING_CONFIG, LendingOptions, ShardSpec
 
 
@@ -240,22 +235,31 @@ class TakesPartInLending(ABC):
         super().shutdown()  # type: ignore[misc]
 
 
-class RemoteAttentionWorker(TakesPartInLending, NonSpinningWorker):
-    """vLLM's CPU worker that takes part in lending."""
+class SortsRows:
+    """Part of a model runner: sorts the rows of each batch by partition, own ones first."""
 
-    runner_class = RemoteAttentionModelRunner
+    lending: LendingContext
+    """Set by the worker that makes this runner."""
+    input_batch: Any
 
-    def use_remote_attention(self) -> None:
-        use_remote_attention()
-
-    def leaf(self) -> Leaf:
-        return RingLeaf(split_kv=envs.VLLM_CPU_ATTN_SPLIT_KV)
-
-    def isa(self, layer: Any) -> str:
-        return str(layer.isa)
+    def _may_reorder_batch(self, scheduler_output: Any) -> None:
+        super()._may_reorder_batch(scheduler_output)  # type: ignore[misc]
+        if self.lending.borrowers:
+            batch = self.input_batch
+            first = batch.block_table[0].block_table.np[: batch.num_reqs, 0]
+            _sort_rows(batch, [self.lending.partitions.of(block) for block in first.tolist()])
 
 
 def _store() -> StoreConnectorWorker | None:
     """Return what copies blocks to and from the KV store, if this engine has one."""
     connector = get_kv_transfer_group() if has_kv_transfer_group() else None
     return connector.connector_worker if isinstance(connector, StoreConnector) else None
+
+
+def _sort_rows(batch: Any, partitions: list[int]) -> None:
+    """Sort the batch's rows by partition, with as many swaps as rows are out of place."""
+    for place, partition in enumerate(sorted(partitions)):
+        if partitions[place] != partition:
+            other = max(i for i, each in enumerate(partitions) if each == partition)
+            batch.swap_states(place, other)
+            partitions[place], partitions[other] = partitions[other], partitions[place]

@@ -42,12 +42,12 @@ PAIRS = (
         "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder",
     ),
     (
-        "loomserve.platform.lending.engine.model_runner:RemoteAttentionModelRunner",
+        "loomserve.platform.lending.engine.cpu_worker:RemoteAttentionModelRunner",
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     ),
     (
-        "loomserve.platform.lending.engine.worker:RemoteAttentionWorker",
+        "loomserve.platform.lending.engine.cpu_worker:RemoteAttentionWorker",
         "vllm.v1.worker.cpu_worker:CPUWorker",
         "vllm.v1.worker.gpu_worker:Worker",
     ),

@@ -1,31 +1,25 @@
-"""Model runners with batches in order of partitions; that of CPUs has mapped KV memory."""
+"""vLLM's CPU worker that borrows from lenders and lends to borrowers, and its model runner.
+
+No GPU's engine may import this: vLLM's own module replaces streams and events of ``torch.cuda`` by
+ones that do nothing.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache
 
 from loomserve.platform.engine.seeds import SeedKeepingModelRunner
-from loomserve.platform.lending.engine.context import LendingContext
+from loomserve.platform.engine.worker import NonSpinningWorker
+from loomserve.platform.lending.engine.cpu_attention import use_remote_attention
 from loomserve.platform.lending.engine.memory.mapped import MappedMemory
-
-
-class SortsRows:
-    """Part of a model runner: sorts the rows of each batch by partition, own ones first."""
-
-    lending: LendingContext
-    """Set by the worker that makes this runner."""
-    input_batch: Any
-
-    def _may_reorder_batch(self, scheduler_output: Any) -> None:
-        super()._may_reorder_batch(scheduler_output)  # type: ignore[misc]
-        if self.lending.borrowers:
-            batch = self.input_batch
-            first = batch.block_table[0].block_table.np[: batch.num_reqs, 0]
-            _sort_rows(batch, [self.lending.partitions.of(block) for block in first.tolist()])
+from loomserve.platform.lending.engine.worker import SortsRows, TakesPartInLending
+from loomserve.platform.lending.leaf import Leaf
+from loomserve.platform.lending.ring.leaf import RingLeaf
 
 
 class RemoteAttentionModelRunner(SortsRows, SeedKeepingModelRunner):
@@ -58,10 +52,16 @@ class RemoteAttentionModelRunner(SortsRows, SeedKeepingModelRunner):
         self.kv_memory.release(rows)
 
 
-def _sort_rows(batch: Any, partitions: list[int]) -> None:
-    """Sort the batch's rows by partition, with as many swaps as rows are out of place."""
-    for place, partition in enumerate(sorted(partitions)):
-        if partitions[place] != partition:
-            other = max(i for i, each in enumerate(partitions) if each == partition)
-            batch.swap_states(place, other)
-            partitions[place], partitions[other] = partitions[other], partitions[place]
+class RemoteAttentionWorker(TakesPartInLending, NonSpinningWorker):
+    """vLLM's CPU worker that takes part in lending."""
+
+    runner_class = RemoteAttentionModelRunner
+
+    def use_remote_attention(self) -> None:
+        use_remote_attention()
+
+    def leaf(self) -> Leaf:
+        return RingLeaf(split_kv=envs.VLLM_CPU_ATTN_SPLIT_KV)
+
+    def isa(self, layer: Any) -> str:
+        return str(layer.isa)
