@@ -19,7 +19,7 @@ from loomserve.platform.lending.cuda.buffer import (
     TaskBuffer,
     TaskShape,
 )
-from loomserve.platform.lending.cuda.kernel import kernel, now_ns, rest
+from loomserve.platform.lending.cuda.kernel import LOOKS, kernel, now_ns, rest
 
 TILE = 1024
 """Numbers that a program copies at once."""
@@ -103,19 +103,21 @@ def wait_for_answer(done: tl.tensor, closed: tl.tensor, state: tl.tensor) -> Non
     begin = now_ns()
     answered = tl.full((), 0, tl.int64)
     waiting = tl.full((), 1, tl.int32)
+    looks = tl.full((), 0, tl.int64)
     while waiting != 0:
+        looks += 1
         # Before it looks for the result, lest a halt of this kernel pass for the lender's.
         now = now_ns()
         if tl.atomic_add(done + NUMBER, 0, sem="acquire", scope="sys") == number:
             answered = tl.full((), 1, tl.int64)
             waiting = tl.full((), 0, tl.int32)
+        elif looks % LOOKS != 0:
+            rest()
         elif tl.load(closed, volatile=True) != 0:
             waiting = tl.full((), 0, tl.int32)
         elif now - begin >= patience:
             tl.store(closed, tl.full((), TIMED_OUT, tl.int64))
             waiting = tl.full((), 0, tl.int32)
-        else:
-            rest()
     tl.store(state + ANSWERED, answered)
     tl.store(state + TAKEN_AT, now_ns())
 

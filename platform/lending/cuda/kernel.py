@@ -16,6 +16,10 @@ import triton.language as tl
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
+LOOKS = tl.constexpr(64)
+"""In so many looks for a flag there is one for the loan's end and the clock; the loan's word is in
+the host's memory, or the other end's."""
+
 
 def kernel(*fixed: str) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function with Triton; of the parameters named, no value has a variant of its own.

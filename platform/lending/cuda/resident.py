@@ -17,24 +17,15 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from loomserve.platform.lending.cuda.attention import SERVING, attend_unit, parts_of
 from loomserve.platform.lending.cuda.buffer import NUMBER, ROWS
-from loomserve.platform.lending.cuda.kernel import INTERPRETED, kernel, now_ns, rest
-from loomserve.platform.lending.cuda.serving import (
-    SERVING,
-    DeviceLender,
-    attend_head,
-    take_task,
-    write_row,
-)
+from loomserve.platform.lending.cuda.kernel import INTERPRETED, LOOKS, kernel, now_ns, rest
+from loomserve.platform.lending.cuda.serving import DeviceLender, take_task, write_row
 
 # More words of the lender's state.
 ENDED = tl.constexpr(7)
 WRITTEN = tl.constexpr(8)
 """How often a program had written its rows, of all tasks since the launch."""
-
-LOOKS = tl.constexpr(64)
-"""In so many looks for a task there is one for the loan's end and the clock; the loan's word is in
-the other end's memory."""
 
 
 @kernel(
@@ -60,6 +51,9 @@ def serve_tasks(
     granted: tl.tensor,
     closed: tl.tensor,
     state: tl.tensor,
+    ended: tl.tensor,
+    sums: tl.tensor,
+    gathered: tl.tensor,
     done: tl.tensor,
     output: tl.tensor,
     lse: tl.tensor,
@@ -84,6 +78,8 @@ def serve_tasks(
     block_size: tl.constexpr,
     row_tile: tl.constexpr,
     context_tile: tl.constexpr,
+    part_tiles: tl.constexpr,
+    most_parts: tl.constexpr,
 ) -> None:
     """Serve tasks until the loan is closed, or for ``most_ns`` ns and to the end of a task then.
 
@@ -107,9 +103,9 @@ def serve_tasks(
             if over:
                 tl.atomic_xchg(state + ENDED, 1, sem="release", scope="gpu")
             else:
-                take_task(posted, closed, state, seen, layers, max_rows)
+                take_task(posted, granted, closed, state, seen, blocks, layers, max_rows)
         # Before SERVING: a task that was taken before the end is served.
-        ended = tl.atomic_add(state + ENDED, 0, sem="acquire", scope="gpu")
+        over_for_all = tl.atomic_add(state + ENDED, 0, sem="acquire", scope="gpu")
         serving = tl.atomic_add(state + SERVING, 0, sem="acquire", scope="gpu")
         if serving != seen:
             rows = tl.load(state + ROWS, volatile=True)
@@ -120,10 +116,8 @@ def serve_tasks(
                     value,
                     slots,
                     caches,
-                    granted,
                     closed,
                     state,
-                    blocks,
                     block_stride,
                     head_stride,
                     token_stride,
@@ -138,10 +132,11 @@ def serve_tasks(
             while tl.atomic_add(state + WRITTEN, 0, sem="acquire", scope="gpu") < tasks * programs:
                 rest()
             tl.debug_barrier()
-            for unit in range(me, rows * kv_heads, programs):
-                attend_head(
-                    unit // kv_heads,
-                    unit % kv_heads,
+            parts = parts_of(rows, kv_heads, most_parts)
+            for unit in range(me, rows.to(tl.int32) * kv_heads * parts, programs):
+                attend_unit(
+                    unit,
+                    parts,
                     serving,
                     rows,
                     query,
@@ -149,13 +144,14 @@ def serve_tasks(
                     contexts,
                     block_table,
                     caches,
-                    granted,
                     closed,
                     state,
+                    ended,
+                    sums,
+                    gathered,
                     done,
                     output,
                     lse,
-                    blocks,
                     max_requests,
                     max_blocks,
                     block_stride,
@@ -169,9 +165,10 @@ def serve_tasks(
                     padded_head,
                     block_size,
                     context_tile,
+                    part_tiles,
                 )
             seen = serving
-        elif ended != 0:
+        elif over_for_all != 0:
             running = tl.full((), 0, tl.int32)
         else:
             rest()

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from loomserve.platform.lending.cuda.attention import PICKED_UP, SERVING
 from loomserve.platform.lending.cuda.buffer import (
     NUMBER,
     POSTED_AT,
@@ -15,7 +16,7 @@ from loomserve.platform.lending.cuda.buffer import (
     lender_bytes,
 )
 from loomserve.platform.lending.cuda.resident import serve_for
-from loomserve.platform.lending.cuda.serving import PICKED_UP, SERVING, DeviceLender
+from loomserve.platform.lending.cuda.serving import DeviceLender
 from loomserve.platform.lending.device.files import answer_file, task_file
 from loomserve.platform.lending.device.memory import SharedMemory
 from loomserve.platform.lending.device.shape import task_shape
@@ -51,6 +52,7 @@ class KernelLoan:
         self._posted = self._tasks
         self._counted = 0
         self._staying: torch.cuda.Stream | None = None
+        self._granted = 0
 
     @property
     def borrower(self) -> RingPeer:
@@ -91,7 +93,8 @@ class KernelLoan:
         self.count(IDLED)
         if (kernels := self._between_copies()) is None:
             return False
-        self.copies.wrote(self.ring.granted)
+        self._granted = self.ring.granted
+        self.copies.wrote(self._granted)
         if not kernels.state.is_cuda:
             serve_for(kernels, seconds, programs=1)
             return True
@@ -102,6 +105,15 @@ class KernelLoan:
         with torch.cuda.stream(self._staying):
             serve_for(kernels, seconds, max(1, of // _SHARE))
         return True
+
+    def clear(self) -> None:
+        """Clear what the borrower wrote behind what is granted to it, before others use it."""
+        granted = self.ring.granted
+        if granted < self._granted and self._staying is not None:
+            # The kernel that stays may serve a task that it took before.
+            self._staying.synchronize()
+        self._granted = granted
+        self.copies.clear(granted)
 
     def count(self, counter: int) -> None:
         """Count what was served since the last time; waits for what is queued here."""

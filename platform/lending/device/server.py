@@ -95,7 +95,7 @@ class KernelServer:
             if self._form is Form.POLLS and self._stream is not None:
                 torch.cuda.current_stream().wait_stream(self._stream)
             for loan in self._loans.values():
-                loan.copies.clear(loan.ring.granted)
+                loan.clear()
 
     def idle(self) -> None:
         if self._form is Form.POLLS:

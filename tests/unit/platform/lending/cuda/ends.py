@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import torch
 
+from loomserve.platform.lending.cuda.attention import SERVING, LenderMemory
 from loomserve.platform.lending.cuda.borrowing import ANSWERED, DeviceBorrower
 from loomserve.platform.lending.cuda.buffer import NUMBER, TaskBuffer, TaskShape
 from loomserve.platform.lending.cuda.kernel import INTERPRETED
 from loomserve.platform.lending.cuda.resident import queue_programs
-from loomserve.platform.lending.cuda.serving import SERVING, DeviceLender
+from loomserve.platform.lending.cuda.serving import DeviceLender
 
 PATIENCE_S = 500.0
 """Of a borrower that shall have its answer: more than any takes on the busiest machine."""
@@ -62,9 +63,10 @@ def open_lender(
     buffer: TaskBuffer,
     caches: list[tuple[torch.Tensor, torch.Tensor]],
     granted: torch.Tensor,
-    state: torch.Tensor,
+    memory: LenderMemory,
 ) -> None:
-    _lenders[name] = DeviceLender(shape, buffer, caches, granted, state)
+    # A part of a context has a tile, lest the interpreter compute long ones.
+    _lenders[name] = DeviceLender(shape, buffer, caches, granted, memory, part_tiles=1)
 
 
 def reside(name: str, seconds: float, programs: int, one: int) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from loomserve.platform.lending.cuda.buffer import LINE_WORDS, NUMBER, TaskBuffer, TaskShape
+from loomserve.platform.lending.cuda.attention import LenderMemory
+from loomserve.platform.lending.cuda.buffer import NUMBER, TaskBuffer, TaskShape
 from tests.unit.platform.lending.cuda import ends
 from tests.unit.platform.lending.cuda.ends import Answer, Rows, Step
 
@@ -72,13 +73,13 @@ class Loan:
         processes.at_borrower(
             ends.open_borrower, self.name, shape, self.buffer, patience_s
         ).result()
-        self.state = shared(torch.zeros(LINE_WORDS, dtype=torch.int64))
+        self.own = LenderMemory(*map(shared, LenderMemory.allocate(shape, "cpu")))
         processes.at_lender(ends.open_lender, *self.lenders).result()
 
     @property
     def lenders(self) -> tuple[Any, ...]:
         """What a process opens the lender's end with."""
-        return self.name, self.shape, self.buffer, self.caches, self.granted, self.state
+        return self.name, self.shape, self.buffer, self.caches, self.granted, self.own
 
     @property
     def closed(self) -> int:

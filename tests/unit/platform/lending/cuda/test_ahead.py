@@ -71,10 +71,16 @@ def test_programs_of_the_server_that_stays_meet_by_release_and_acquire() -> None
     assert "ld.global.nc" not in text
 
 
-def test_attention_runs_on_matrix_units_and_in_the_memory_of_a_multiprocessor() -> None:
-    attend = compiled(LLAMA_3_8B, 90)["attend_rows"]
+@pytest.mark.parametrize("name", ["attend_rows", "serve_tasks"])
+def test_attention_runs_on_matrix_units_and_loads_keys_and_values_16_bytes_at_a_time(
+    name: str,
+) -> None:
+    attend = compiled(LLAMA_3_8B, 90)[name]
     assert re.search(r"mma.*bf16", attend.asm["ptx"])
     assert attend.metadata.shared <= 100 * 1024
+    # Into shared memory, while the tile before is computed.
+    assert re.search(r"cp\.async\.cg\.shared\.global.* 0x10", attend.asm["ptx"])
+    assert "ld.global.b16" not in attend.asm["ptx"]
 
 
 def test_another_type_and_heads_that_are_no_power_of_two_compile() -> None:

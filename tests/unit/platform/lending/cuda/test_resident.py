@@ -36,7 +36,7 @@ class Resident:
         second.submit(ends.open_lender, *loan.lenders).result()
 
     def begin(self, seconds: float) -> list[Future[Any]]:
-        begin_anew(self._loan.state)
+        begin_anew(self._loan.own.state)
         return [
             self._loan.processes.at_lender(ends.reside, self._loan.name, seconds, PROGRAMS, 0),
             self._second.submit(ends.reside, self._loan.name, seconds, PROGRAMS, 1),
@@ -114,7 +114,7 @@ def test_what_is_not_the_borrowers_closes_the_loan_and_ends_all_programs(
     assert (loan.closed, loan.done) == (REFUSED.value, 0)
     assert torch.equal(loan.memory[:, GRANTED:], before[:, GRANTED:])
     # It is over, so that whoever comes next does not take it again.
-    assert int(loan.state[NUMBER.value]) == 1
+    assert int(loan.own.state[NUMBER.value]) == 1
     for each in resident.begin(LONG_S):
         each.result()
     assert loan.done == 0
