@@ -21,7 +21,9 @@ STEPS = (
     Step("store", 120),
     Step("lend", 180),
     Step("processes", 120, ("torch", "triton", "msgspec")),
-    Step("engines", 240, ("torch", "triton", "vllm", "ray")),
+    Step("engines", 240, ("torch", "triton", "vllm")),
+    Step("serve", 240, ("torch", "triton", "vllm")),
+    Step("graphs", 240, ("torch", "triton", "vllm")),
 )
 
 

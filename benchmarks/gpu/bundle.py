@@ -42,12 +42,23 @@ SOURCES = (
     "platform/lending/ring",
 )
 FLASH_ATTENTION = ("vllm/vllm_flash_attn/_vllm_fa3_C*.so",)
+LEFT_OUT = ("vllm/vllm-rs", "vllm/third_party/deep_gemm/*", "vllm/third_party/fmha_sm100/*")
+"""Of vLLM's files that are no libraries: a front end in Rust, and kernels of other models."""
 LIBRARIES = ("vllm/_C_stable_libtorch*.so", "vllm/cumem_allocator*.so", "vllm/spinloop*.so")
 WHEELS = (
-    *("apache-tvm-ffi", "cbor2", "fastapi", "flashinfer-python", "gguf", "jsonschema"),
-    *("jsonschema-specifications", "llguidance", "mistral-common", "msgspec", "openai"),
-    *("openai-harmony", "opentelemetry-api", "pycountry", "pydantic", "pydantic-core"),
-    *("pydantic-extra-types", "pyzmq", "referencing", "rpds-py", "starlette", "xgrammar"),
+    *("annotated-types", "apache-tvm-ffi", "cachetools", "cbor2", "fastapi"),
+    *("gguf", "httpx2", "jsonschema", "jsonschema-specifications"),
+    *("llguidance", "mistral-common", "msgspec", "openai", "openai-harmony"),
+    *(
+        "opentelemetry-api",
+        "partial-json-parser",
+        "pybase64",
+        "pycountry",
+        "pydantic",
+        "pydantic-core",
+    ),
+    *("pydantic-extra-types", "pyzmq", "referencing", "rpds-py", "sniffio", "starlette"),
+    *("typing-inspection", "xgrammar"),
 )
 PLATFORMS = ("any", *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28, 31, 34, 35)))
 
@@ -158,7 +169,8 @@ def models(folder: Path) -> Iterator[tuple[str, bytes]]:
 def vllm_sources(folder: Path) -> Iterator[tuple[str, bytes]]:
     """All of vLLM but its libraries, and FlashAttention 3."""
     for name, read in _vllm(folder):
-        if ".so" not in Path(name).name or _matches(name, FLASH_ATTENTION):
+        library = ".so" in Path(name).name
+        if _matches(name, FLASH_ATTENTION) or not (library or _matches(name, LEFT_OUT)):
             yield name, read()
 
 

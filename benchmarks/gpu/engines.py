@@ -34,7 +34,7 @@ WORKERS = {
 }
 
 
-def save_model(folder: Path) -> None:
+def save_model(folder: Path, context: int = CONTEXT) -> None:
     """Write a Llama whose random weights are large enough that tokens depend on attention."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -47,7 +47,7 @@ def save_model(folder: Path) -> None:
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         initializer_range=1.5 * hidden**-0.5,
         tie_word_embeddings=True,
         eos_token_id=None,

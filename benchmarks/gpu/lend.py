@@ -7,7 +7,7 @@ Forms of the lender:
 * B, the same thread, and a stream of its own, of the highest priority;
 * C, polls between the cold model's operators, in its graph, by the GPU alone (Weaver's). Here each
   is three kernels, of which two end at once where there is no task;
-* D, a server that stays: one kernel of a few programs, which looks for tasks itself. Its
+* D, a server that stays: one kernel of some programs, which looks for tasks itself. Its
   multiprocessors are shared with both models' kernels, as far as those find room beside it.
 
 Each model's step is one graph, and so is the service of a task, so that Python is in the way of
@@ -48,8 +48,7 @@ LENT = (16, 32, 64) if HAS_GPU else (2,)
 MOST_ERROR = 3e-2 if HAS_GPU else 1e-5
 """Of the largest number of a step's result, in bfloat16 or float32."""
 SAME_STREAM, HIGHEST, POLLS = "A, same stream", "B, highest priority", "C, polls"
-RESIDENT = "D, resident"
-RESIDENT_PROGRAMS = 16
+RESIDENT = {"D, resident, 16 programs": 16, "D, resident, 64 programs": 64}
 RESIDENT_S = 0.02
 """After which the server that stays ends, and the next one of those that are queued begins."""
 STEPS = 40
@@ -197,14 +196,14 @@ def serving(loan: Loan, graph: Any, stream: torch.cuda.Stream) -> Iterator[None]
 
 
 @contextmanager
-def residing(loan: Loan, stream: torch.cuda.Stream) -> Iterator[None]:
+def residing(loan: Loan, programs: int, stream: torch.cuda.Stream) -> Iterator[None]:
     """A thread that keeps the loan's resident server queued on the stream."""
 
     def stay(stop: threading.Event) -> None:
         queued: list[torch.cuda.Event] = []
         with torch.cuda.stream(stream):
             while not stop.is_set():
-                serve_for(loan.lender, RESIDENT_S, RESIDENT_PROGRAMS)
+                serve_for(loan.lender, RESIDENT_S, programs)
                 event = torch.cuda.Event(blocking=True)
                 event.record()
                 queued.append(event)
@@ -213,7 +212,7 @@ def residing(loan: Loan, stream: torch.cuda.Stream) -> Iterator[None]:
 
     with torch.cuda.stream(stream):
         # Compiles it, while no kernel waits for a task.
-        serve_for(loan.lender, 0, RESIDENT_PROGRAMS)
+        serve_for(loan.lender, 0, programs)
     stream.synchronize()
     try:
         with beside(stay):
@@ -270,8 +269,8 @@ def lent(
     polls = form == POLLS
     cold_graph = cold.graph(stream, loan.lender.serve) if polls else cold.graph(stream)
     on = stream if form == SAME_STREAM else torch.cuda.Stream(priority=priorities()[1])
-    if form == RESIDENT:
-        server = residing(loan, on)
+    if form in RESIDENT:
+        server = residing(loan, RESIDENT[form], on)
     else:
         server = serving(loan, None if polls else captured(loan.lender.serve, on), on)
     found: dict[str, Any] = {}
@@ -306,7 +305,7 @@ def lend(results: Results) -> None:
         stream, cold = torch.cuda.Stream(priority=priorities()[0]), ColdModel(shape)
         results.add(f"{context} tokens, none lent", alone(shape, cold, stream))
         for rows in LENT:
-            for form in (SAME_STREAM, HIGHEST, POLLS, RESIDENT):
+            for form in (SAME_STREAM, HIGHEST, POLLS, *RESIDENT):
                 found = lent(shape, rows, cold, stream, form)
                 broken += found["closed"] != 0
                 results.add(f"{context} tokens, {rows} of {HOT_ROWS} rows lent, {form}", found)

@@ -23,6 +23,7 @@ from loomserve.platform.lending.device.leaf import KernelLeaf
 from loomserve.platform.lending.device.memory import CudaMemory, HostMemory
 from loomserve.platform.lending.ring.geometry import GPU, Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
+from loomserve.platform.lending.ring.ring import RingStats
 
 GEOMETRY = Geometry(
     layers=8 if HAS_GPU else 2,
@@ -114,6 +115,15 @@ def layer_us(borrower: KernelBorrower) -> list[float]:
     return taken
 
 
+def of_a_task(stats: RingStats) -> dict[str, float]:
+    """Means of both ends' own counts."""
+    return {
+        "waited for": stats.wait_ns / max(stats.tasks, 1) / 1e3,
+        "until picked up": stats.pickup_ns / max(stats.idled, 1) / 1e3,
+        "served, by the host's clock": stats.service_ns / max(stats.idled, 1) / 1e3,
+    }
+
+
 def rows(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dtype = getattr(torch, GEOMETRY.dtype)
     heads = (GEOMETRY.query_heads, GEOMETRY.kv_heads, GEOMETRY.kv_heads)
@@ -148,6 +158,7 @@ def processes(results: Results) -> None:
             taken = layer_us(borrower)
             if HAS_GPU:
                 results.add("a layer's post and wait, us", spread(taken))
+                results.add("of a task, us", of_a_task(borrower.ring.stats()))
             results.add("tasks", borrower.ring.stats().tasks)
             results.add("the ring is", borrower.ring.closed.name)
             ours.send("ended")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+MOST_PRINTED = 20_000
+"""Characters that a result keeps of what a failed step printed."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +40,14 @@ class Outcome:
     Attributes:
         state: ``done``, ``skipped`` or ``failed``.
         detail: Why it was skipped or failed, or what it found in one line.
+        printed: The end of what a step printed that failed.
     """
 
     name: str
     state: str
     seconds: float
     detail: str
+    printed: str = ""
 
     def line(self) -> str:
         return f"{self.name:<8} {self.state:<7} {self.seconds:6.1f} s  {self.detail}"
@@ -77,7 +84,7 @@ def _run(step: Step, out: Path, left_s: float) -> tuple[Outcome, dict[str, Any] 
     file = out / f"{step.name}.part"
     file.unlink(missing_ok=True)
     begin = time.monotonic()
-    failure = _failure(step, file)
+    failure, printed = _failure(step, file)
     seconds = time.monotonic() - begin
     found: dict[str, Any] | None = None
     # What a step wrote before it failed is still worth having.
@@ -87,27 +94,34 @@ def _run(step: Step, out: Path, left_s: float) -> tuple[Outcome, dict[str, Any] 
     if failure is None and found is None:
         failure = "wrote nothing"
     if failure is not None:
-        return Outcome(step.name, "failed", seconds, failure), found
+        return Outcome(step.name, "failed", seconds, failure, printed[-MOST_PRINTED:]), found
     assert found is not None
     return Outcome(step.name, "done", seconds, str(found.get("summary", ""))), found
 
 
-def _failure(step: Step, file: Path) -> str | None:
-    """Run the step's process; None if it ended well, else why not."""
+def _failure(step: Step, file: Path) -> tuple[str | None, str]:
+    """Run the step's process; None if it ended well, else why not, and what it printed."""
     command = [sys.executable, "-m", f"{step.package}.{step.name}", str(file)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
     ) as process:
         try:
             printed, _ = process.communicate(timeout=step.seconds)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            return f"took longer than {step.seconds:.0f} s"
+            # A process that it began holds its output, too.
+            os.killpg(process.pid, signal.SIGKILL)
+            printed, _ = process.communicate()
+            return f"took longer than {step.seconds:.0f} s", printed
     if process.returncode == 0:
-        return None
+        return None, printed
     lines = printed.strip().splitlines()
-    return f"ended with {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
+    last = lines[-1] if lines else "it printed nothing"
+    return f"ended with {process.returncode}: {last}", printed
 
 
 def _there(module: str) -> bool:

@@ -1,0 +1,210 @@
+"""One engine as the platform makes it for a GPU, beside vLLM's own: tokens and times.
+
+Random weights of Llama-3-8B's shape and four layers. Measured are greedy answers of both, a prefill
+that the KV store has, requests that are preempted, and sleep. Without a GPU a small model computes
+on CPUs, where engines do not sleep. Graphs are a step of their own, as vLLM compiles for long.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from benchmarks.gpu.step import HAS_GPU, Results, main, spread
+
+# isort: split
+import torch
+
+from benchmarks.engine import BLOCK_TOKENS, ONE_PROCESS, end, offline_engine
+from benchmarks.gpu.engines import BLOCK_BYTES, DTYPE, equal, save_model
+from loomserve.kvstore.server.client import StoreClient
+from loomserve.kvstore.server.opening import open_store
+from loomserve.kvstore.server.options import StoreOptions
+from loomserve.kvstore.server.protocol import Done, Flush
+from loomserve.kvstore.server.server import StoreServer
+from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
+
+PROMPTS, PROMPT, ANSWER = (16, 1024, 64) if HAS_GPU else (4, 64, 40)
+FITTING = PROMPTS // 2
+"""Prompts of which all fit into the engine's KV memory with their answers."""
+CONTEXT = 2 * PROMPT
+BLOCKS = 1 + PROMPTS * (PROMPT // BLOCK_TOKENS) + PROMPTS // 2
+"""Room for all prompts, and not for all their answers."""
+STORE_BYTES = 2**30 if HAS_GPU else 2**26
+RUNS = 5 if HAS_GPU else 1
+WORKERS = {
+    True: "loomserve.platform.engine.resumption.gpu_worker.ResumingGpuWorker",
+    False: "loomserve.platform.engine.worker.NonSpinningWorker",
+}
+
+
+class Answers(NamedTuple):
+    """Greedy ones to prompts that came together."""
+
+    tokens: list[list[int]]
+    cached: int
+    seconds: float
+
+
+def answers(llm: Any, prompts: int, tokens: int = ANSWER) -> Answers:
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    source = random.Random(0)
+    asked = [[source.randrange(512) for _ in range(PROMPT)] for _ in range(prompts)]
+    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    begin = time.perf_counter()
+    outputs = llm.generate(
+        [TokensPrompt(prompt_token_ids=prompt) for prompt in asked], greedy, use_tqdm=False
+    )
+    seconds = time.perf_counter() - begin
+    found = [list(output.outputs[0].token_ids) for output in outputs]
+    return Answers(found, sum(output.num_cached_tokens for output in outputs), seconds)
+
+
+def fresh(llm: Any, prompts: int, tokens: int = ANSWER) -> Answers:
+    """Answers of which the engine's own prefix cache knows nothing."""
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("the prefix cache could not be emptied")
+    return answers(llm, prompts, tokens)
+
+
+@contextmanager
+def started(
+    model: Path, store: dict[str, Any] | None, ours: bool = True, **options: Any
+) -> Iterator[Any]:
+    llm = offline_engine(
+        str(model),
+        store,
+        dtype=DTYPE,
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=BLOCKS * BLOCK_BYTES,
+        max_model_len=CONTEXT,
+        max_num_seqs=PROMPTS,
+        disable_log_stats=False,
+        **({"gpu_memory_utilization": 0.01} if HAS_GPU else {}),
+        **(_ours() if ours else {}),
+        **options,
+    )
+    try:
+        yield llm
+    finally:
+        end(llm)
+
+
+def _ours() -> dict[str, Any]:
+    scheduling = {"preemption": "adaptive", "swap_bytes": STORE_BYTES // 2}
+    return {
+        "worker_cls": WORKERS[HAS_GPU],
+        "scheduler_cls": "loomserve.platform.engine.scheduler.make_scheduler",
+        "additional_config": {ADDITIONAL_CONFIG: scheduling},
+        **ONE_PROCESS,
+    }
+
+
+@contextmanager
+def running_store(folder: Path) -> Iterator[StoreOptions]:
+    options = StoreOptions(folder=folder, arena=folder / "arena", memory=STORE_BYTES)
+    server = StoreServer(open_store(options), options.address)
+    server.start()
+    try:
+        yield options
+    finally:
+        server.stop()
+
+
+def flush(store: StoreOptions) -> None:
+    with closing(StoreClient(store.address, timeout_ms=10_000)) as client:
+        client.ask(Flush(""), Done)
+
+
+def compare(results: Results, llm: Any, stock: Answers) -> None:
+    """Answers beside those of vLLM's own engine, which came in as long a batch."""
+    first = fresh(llm, FITTING)
+    again = fresh(llm, FITTING)
+    of = FITTING * ANSWER
+    results.add("tokens equal to vLLM's, of", [equal(stock.tokens, first.tokens), of])
+    results.add("tokens equal with KV from the store, of", [equal(stock.tokens, again.tokens), of])
+    results.add("prompt tokens from the store, of", [again.cached, FITTING * PROMPT])
+    if not again.cached:
+        raise RuntimeError("the store had none of the prompts")
+
+
+def times(llm: Any, prepare: Callable[[], object], tokens: int = 1) -> dict[str, float]:
+    """Milliseconds of all prompts that fit."""
+    taken = []
+    for _ in range(RUNS):
+        prepare()
+        taken.append(1000 * fresh(llm, FITTING, tokens).seconds)
+    return spread(taken)
+
+
+def preempted(results: Results, llm: Any) -> None:
+    """More than fit: each answer comes whole, whoever was preempted."""
+    before = preemptions(llm)
+    found = fresh(llm, PROMPTS)
+    results.add("requests preempted", preemptions(llm) - before)
+    if any(len(tokens) != ANSWER for tokens in found.tokens):
+        raise RuntimeError("an answer is short")
+    results.add("seconds with preemption", found.seconds)
+
+
+def preemptions(llm: Any) -> int:
+    return sum(
+        metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"
+    )
+
+
+def sleep(llm: Any) -> dict[str, Any]:
+    """Memory that sleep of level 1 gives back, and answers after it."""
+    before = fresh(llm, FITTING)
+    free, _ = torch.cuda.mem_get_info()
+    begin = time.perf_counter()
+    llm.sleep(level=1)
+    asleep = time.perf_counter()
+    freed = torch.cuda.mem_get_info()[0] - free
+    llm.wake_up()
+    awake = time.perf_counter()
+    after = fresh(llm, FITTING)
+    return {
+        "MiB given back": freed / 2**20,
+        "ms to sleep, to wake": [1000 * (asleep - begin), 1000 * (awake - asleep)],
+        "tokens equal after it, of": [equal(before.tokens, after.tokens), FITTING * ANSWER],
+    }
+
+
+def serve(results: Results) -> None:
+    with TemporaryDirectory(dir="/dev/shm") as name, running_store(Path(name)) as store:
+        model = Path(name, "model")
+        save_model(model, CONTEXT)
+        with started(model, None, ours=False) as llm:
+            stock = fresh(llm, FITTING)
+            results.add(
+                "tokens equal of two runs of vLLM's, of",
+                [equal(stock.tokens, fresh(llm, FITTING).tokens), FITTING * ANSWER],
+            )
+            if HAS_GPU:
+                results.add("vLLM's, ms of prefills", times(llm, lambda: None))
+                results.add("vLLM's, ms of answers", times(llm, lambda: None, ANSWER))
+        awake = {"enable_sleep_mode": True} if HAS_GPU else {}
+        with started(model, store.kv_transfer_config("eager"), **awake) as llm:
+            compare(results, llm, stock)
+            if HAS_GPU:
+                forget = partial(flush, store)
+                results.add("ours, ms of prefills, saved", times(llm, forget))
+                results.add("ours, ms of prefills from the store", times(llm, lambda: None))
+                results.add("ours, ms of answers, from the store", times(llm, lambda: None, ANSWER))
+            results.attempt("preemption", partial(preempted, results, llm))
+            if HAS_GPU:
+                results.attempt("sleep", partial(sleep, llm))
+    results.end("an engine of the platform's options answered")
+
+
+if __name__ == "__main__":
+    main(serve)
