@@ -1,13 +1,12 @@
 """``make gpu-bundle``: what a machine with a GPU and no network needs, in parts under ``.gpu/``.
 
-Each part is an archive of its own, small enough to be sent by itself:
-
-* ``k``: the sources of ``benchmarks.gpu`` and of lending's kernels, and the kernels compiled;
+* ``k``: the sources of Loomserve and of these steps, and lending's kernels compiled;
 * ``m``: configurations of models, of which weights are made up;
-* ``a`` and ``b``: vLLM for CUDA, without what a Llama on FlashAttention 3 does not need;
-* ``c``: wheels that vLLM imports, for Python 3.12, where torch and Triton are there already.
+* ``v``: vLLM for CUDA, without what a Llama on FlashAttention 3 does not need, and the wheels that
+  it imports, for Python 3.12, where torch and Triton are there already.
 
-Versions are those of ``constraints.txt``, and files those whose hashes ``hashes.txt`` has.
+What is larger than may be sent at once is cut: ``cat .gpu/v*/* | tar -xJ``. Versions are those of
+``constraints.txt``, and files those whose hashes ``hashes.txt`` has.
 """
 
 from __future__ import annotations
@@ -17,38 +16,39 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = ROOT / ".gpu"
-MOST_BYTES = 60 * 2**20
+MOST_BYTES = 50 * 2**20
+"""Of a piece, so that there is room for a checkout beside it where 64 MiB may be sent."""
 
 SOURCES = (
     "benchmarks/__init__.py",
+    "benchmarks/engine.py",
     "benchmarks/gpu",
-    "platform/base",
-    "platform/lending/__init__.py",
-    "platform/lending/cuda",
-    "platform/lending/device",
-    "platform/lending/leaf.py",
-    "platform/lending/policy",
-    "platform/lending/ring",
+    "platform",
+    "kvstore",
 )
-FLASH_ATTENTION = ("vllm/vllm_flash_attn/_vllm_fa3_C*.so",)
 LEFT_OUT = ("vllm/vllm-rs", "vllm/third_party/deep_gemm/*", "vllm/third_party/fmha_sm100/*")
 """Of vLLM's files that are no libraries: a front end in Rust, and kernels of other models."""
-LIBRARIES = ("vllm/_C_stable_libtorch*.so", "vllm/cumem_allocator*.so", "vllm/spinloop*.so")
+LIBRARIES = (
+    "vllm/_C_stable_libtorch*.so",
+    "vllm/cumem_allocator*.so",
+    "vllm/spinloop*.so",
+    "vllm/vllm_flash_attn/_vllm_fa3_C*.so",
+)
 WHEELS = (
-    *("annotated-types", "apache-tvm-ffi", "cachetools", "cbor2", "fastapi"),
-    *("gguf", "httpx2", "jsonschema", "jsonschema-specifications"),
-    *("llguidance", "mistral-common", "msgspec", "openai", "openai-harmony"),
+    *("annotated-types", "apache-tvm-ffi", "cachetools", "cbor2", "compressed-tensors"),
+    *("fastapi", "gguf", "httpx2", "jsonschema", "jsonschema-specifications"),
+    *("llguidance", "loguru", "mistral-common", "msgspec", "openai", "openai-harmony"),
     *(
         "opentelemetry-api",
         "partial-json-parser",
@@ -100,52 +100,51 @@ Files = Iterable[tuple[str, bytes]]
 """Names and contents of an archive."""
 
 
-class PartTooLargeError(Exception):
-    """A part of the bundle is larger than may be sent."""
-
-
 def main() -> None:
     chosen = sys.argv[1:] or list(PARTS)
     with tempfile.TemporaryDirectory() as folder:
         for part in chosen:
-            files = PARTS[part](Path(folder))
-            print(f".gpu/{part}: {pack(part, files, BUNDLE) / 2**20:.1f} MiB", flush=True)
+            for piece in pack(part, PARTS[part](Path(folder)), BUNDLE):
+                size = piece.stat().st_size / 2**20
+                print(f"{piece.relative_to(ROOT)}: {size:.1f} MiB", flush=True)
 
 
-def pack(part: str, files: Files, bundle: Path) -> int:
-    """Write a part's archive.
+def pack(part: str, files: Files, bundle: Path) -> list[Path]:
+    """Write a part's archive, in place of the one that there was.
 
     Returns:
-        Its bytes.
-
-    Raises:
-        PartTooLargeError: there are more of them than may be sent; the archive is removed.
+        It, or its pieces, each in a folder of its own.
     """
+    for old in bundle.glob(f"{part}*"):
+        shutil.rmtree(old)
     path = bundle / part / f"{part}.tar.xz"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True)
     with tarfile.open(path, "w:xz", preset=6) as archive:
         for name, content in files:
             entry = tarfile.TarInfo(name)
             entry.size, entry.mode = len(content), 0o644
             archive.addfile(entry, io.BytesIO(content))
-    size = path.stat().st_size
-    if size > MOST_BYTES:
-        path.unlink()
-        raise PartTooLargeError(
-            f".gpu/{part} has {size / 2**20:.1f} MiB, of at most {MOST_BYTES / 2**20:.0f}"
-        )
-    return size
+    if path.stat().st_size <= MOST_BYTES:
+        return [path]
+    pieces = []
+    with path.open("rb") as whole:
+        while content := whole.read(MOST_BYTES):
+            pieces.append(bundle / f"{part}{len(pieces)}" / f"{path.name}.{len(pieces)}")
+            pieces[-1].parent.mkdir()
+            pieces[-1].write_bytes(content)
+    shutil.rmtree(path.parent)
+    return pieces
 
 
 def kernels(folder: Path) -> Iterator[tuple[str, bytes]]:
     """Sources, and the cubin and PTX of each kernel for sm_90, by a process that compiles."""
     for source in SOURCES:
         path = ROOT / source
-        for file in [path] if path.is_file() else sorted(path.glob("*.py")):
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
             name = file.relative_to(ROOT)
             # As they are imported, so that the folder they are unpacked to is all that it takes.
             yield (
-                str("loomserve" / name if source.startswith("platform") else name),
+                str(name if source.startswith("benchmarks") else "loomserve" / name),
                 file.read_bytes(),
             )
     compiled = folder / "kernels"
@@ -166,23 +165,15 @@ def models(folder: Path) -> Iterator[tuple[str, bytes]]:
         yield f"models/{name}/config.json", json.dumps(config, indent=2).encode()
 
 
-def vllm_sources(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """All of vLLM but its libraries, and FlashAttention 3."""
-    for name, read in _vllm(folder):
-        library = ".so" in Path(name).name
-        if _matches(name, FLASH_ATTENTION) or not (library or _matches(name, LEFT_OUT)):
-            yield name, read()
-
-
-def vllm_libraries(folder: Path) -> Iterator[tuple[str, bytes]]:
-    for name, read in _vllm(folder):
-        if _matches(name, LIBRARIES):
-            yield name, read()
-
-
-def wheels(folder: Path) -> Iterator[tuple[str, bytes]]:
-    fetched = fetch(WHEELS, folder / "wheels")
-    for file in fetched:
+def vllm(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """vLLM's modules and some of its libraries, and beside them the wheels that it imports."""
+    with zipfile.ZipFile(*fetch(("vllm",), folder / "vllm")) as archive:
+        for name in archive.namelist():
+            wanted = LIBRARIES if ".so" in Path(name).name else ("*",)
+            if name.endswith("/") or _matches(name, LEFT_OUT) or not _matches(name, wanted):
+                continue
+            yield name, archive.read(name)
+    for file in fetch(WHEELS, folder / "wheels"):
         yield f"wheels/{file.name}", file.read_bytes()
 
 
@@ -217,26 +208,11 @@ def fetch(names: Iterable[str], folder: Path) -> list[Path]:
     return sorted(folder.glob("*.whl"))
 
 
-def _vllm(folder: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    there = folder / "vllm"
-    (wheel,) = sorted(there.glob("*.whl")) or fetch(("vllm",), there)
-    with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            if not name.endswith("/"):
-                yield name, partial(archive.read, name)
-
-
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
-PARTS: dict[str, Callable[[Path], Files]] = {
-    "k": kernels,
-    "m": models,
-    "a": vllm_sources,
-    "b": vllm_libraries,
-    "c": wheels,
-}
+PARTS: dict[str, Callable[[Path], Files]] = {"k": kernels, "m": models, "v": vllm}
 
 if __name__ == "__main__":
     os.chdir(ROOT)
