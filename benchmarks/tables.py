@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks import tables_of_arms, tables_of_mechanisms
+from benchmarks import tables_of_arms, tables_of_gpus, tables_of_mechanisms
 from benchmarks.result_files import Result, cited
 from benchmarks.table_text import counted_runs, number, sources, spread, table
 
@@ -293,6 +293,7 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "overhead-memory": inline("overhead", "comparisons", "loomserve", "memory_gib", unit="GiB"),
     "overhead-bare-memory": inline("overhead", "comparisons", "noise", "memory_gib", unit="GiB"),
     **tables_of_arms.TEXTS,
+    **tables_of_gpus.TEXTS,
     **{
         name: tables_of_arms.of_file(name, made)
         for name, made in tables_of_mechanisms.TABLES.items()

@@ -1,4 +1,4 @@
-"""vLLM's GPU worker that borrows from lenders, and lends to borrowers; it has not run on a GPU."""
+"""vLLM's GPU worker that borrows from lenders, and lends to borrowers; it has not lent on one."""
 
 from __future__ import annotations
 
