@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
-from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from loomserve.kvstore.engine.connector_scheduler import StoreConnectorScheduler
@@ -26,7 +25,6 @@ from loomserve.kvstore.engine.connector_worker import StoreConnectorWorker
 from loomserve.kvstore.engine.messages import StepTransfers, Transferred
 from loomserve.kvstore.engine.namespaces import Namespaces
 from loomserve.kvstore.engine.scheduling_stats import SchedulingMetrics, SchedulingStats
-from loomserve.kvstore.engine.tail_budget import COPIED_BESIDE, COPIED_BY_WHO_COMPUTES
 from loomserve.kvstore.server.client import StoreClient
 
 if TYPE_CHECKING:
@@ -67,7 +65,6 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 StoreClient(options["address"]),
                 names,
                 options.get("node", ""),
-                tail_share=(COPIED_BY_WHO_COMPUTES if current_platform.is_cpu() else COPIED_BESIDE),
             )
         else:
             self._worker = StoreConnectorWorker(options, vllm_config.parallel_config.rank)

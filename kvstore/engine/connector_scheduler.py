@@ -15,7 +15,7 @@ from loomserve.kvstore.engine.request_keys import chain_of, hands_over
 from loomserve.kvstore.engine.save_tracker import SaveTracker
 from loomserve.kvstore.engine.step_pace import StepPace
 from loomserve.kvstore.engine.swap_ledger import SwapLedger
-from loomserve.kvstore.engine.tail_budget import COPIED_BESIDE, TailBudget
+from loomserve.kvstore.engine.tail_budget import TailBudget
 from loomserve.kvstore.engine.transfer_policy import TransferAll, TransferPolicy
 from loomserve.kvstore.engine.transfers.transfer import Load
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
@@ -33,8 +33,7 @@ class StoreConnectorScheduler:
 
     It knows requests and block hashes, and no memory. It never waits but for the store's answers,
     which :class:`StoreClient` bounds. Times are monotonic seconds of the caller's clock. ``node``
-    is the store's name among those of other nodes; empty: there is no other. ``tail_share`` is of
-    the time, for blocks that are saved before they are full.
+    is the store's name among those of other nodes; empty: there is no other.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class StoreConnectorScheduler:
         store: StoreClient,
         names: Namespaces,
         node: str = "",
-        tail_share: float = COPIED_BESIDE,
     ) -> None:
         self.policy: TransferPolicy = TransferAll()
         self.names = names
@@ -53,7 +51,7 @@ class StoreConnectorScheduler:
         self._pace = StepPace(names.block_size)
         self.swapped = SwapLedger(store, names, self._pace)
         self._lookups = Lookups(store, names, self.swapped, self._pace, node)
-        self._tails = TailBudget(tail_share)
+        self._tails = TailBudget()
         self._saves = SaveTracker(names, self._pace, self._tails)
         self._loads: list[dict[int, Load]] = []
         self._fetches: dict[str, dict[int, Load]] = {}

@@ -32,7 +32,7 @@ class StoreConnectorWorker:
         self._failed: set[int] = set()
         self._threads: tuple[Loader, Loader, Saver] | None = None
         self._fetches: dict[str, Future[set[int]]] = {}
-        self._reported = Transferred(0, 0.0, 0, 0.0, 0.0)
+        self._reported = Transferred(0, 0.0, 0, 0.0, 0, 0.0)
         self._computed: set[int] = set()
         self._closing = ExitStack()
 
@@ -95,7 +95,7 @@ class StoreConnectorWorker:
                 *out,
                 loaded.size + fetched.size,
                 loaded.busy_s + fetched.busy_s,
-                out.size / (self.memory.layers * self.memory.layer_bytes),
+                *saver.time.saved,
             ),
         )
         new = Transferred(
@@ -104,8 +104,9 @@ class StoreConnectorWorker:
             self._reported.in_bytes - before.in_bytes,
             self._reported.in_s - before.in_s,
             self._reported.out_blocks - before.out_blocks,
+            self._reported.out_core_s - before.out_core_s,
         )
-        return new if new.out_bytes or new.in_bytes else None
+        return new if new.out_bytes or new.in_bytes or new.out_core_s else None
 
     def before_layer(self, layer_name: str, saves: list[dict[int, Save]]) -> None:
         loader, _, saver = self.threads

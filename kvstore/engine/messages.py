@@ -30,14 +30,16 @@ class StepTransfers(KVConnectorMetadata):  # type: ignore[misc]
 class Transferred(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Bytes that a worker copied since its last report, and the seconds that took.
 
-    ``out_blocks`` are the blocks that were saved, or its parts of them.
+    ``out_blocks`` are the blocks that were saved, or its parts of them, and ``out_core_s`` the
+    seconds of a core that this took in all.
     """
 
     out_bytes: int
     out_s: float
     in_bytes: int
     in_s: float
-    out_blocks: float
+    out_blocks: int
+    out_core_s: float
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Transferred:
         """Sum the bytes of two workers; they copy at the same time, so the longer time counts."""
@@ -48,4 +50,5 @@ class Transferred(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.in_bytes + other.in_bytes,
             max(self.in_s, other.in_s),
             max(self.out_blocks, other.out_blocks),
+            max(self.out_core_s, other.out_core_s),
         )

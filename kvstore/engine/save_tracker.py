@@ -97,9 +97,14 @@ class SaveTracker:
             request_id: before + scheduled.num_scheduled_tokens[request_id]
             for request_id, before in _computed_tokens(scheduled).items()
         }
-        known = [request_id for request_id in computed if request_id in self._requests]
+        room = self._tails.blocks(now) > 0
+        new = [
+            request_id
+            for request_id, after in computed.items()
+            if request_id in self._requests and self._has_new(request_id, after, room)
+        ]
         for request_id in sorted(
-            known, key=lambda name: self._saved[name].tokens(self._block_size) - computed[name]
+            new, key=lambda name: self._saved[name].tokens(self._block_size) - computed[name]
         ):
             request, after = self._requests[request_id], computed[request_id]
             if not in_own_memory(request):
@@ -123,6 +128,14 @@ class SaveTracker:
                 rank: Save(name, keys, blocks, recompute_s, keep_s, outdated)
                 for rank, name in enumerate(self._names.of_ranks(request.lora_request))
             }
+
+    def _has_new(self, request_id: str, tokens: int, room: bool) -> bool:
+        """Whether anything of what is computed may have to be saved; most steps add nothing."""
+        request, saved = self._requests[request_id], self._saved[request_id]
+        if hands_over(request):
+            return True
+        full = min(tokens // self._block_size, len(request.block_hashes))
+        return full > saved.blocks or (room and self._tail_end(request, tokens, saved) > 0)
 
     def _full_keys(self, request: Request, tokens: int) -> bytes:
         """Keys of the blocks that are full once ``tokens`` are computed."""

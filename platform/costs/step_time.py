@@ -112,6 +112,8 @@ _DOUBT = 1e-3
 # A feature that has faded to this weight keeps its share: context, if requests only prefill.
 _FORGOTTEN = 1e-100
 _SWEEPS = 8
+# Shares that change by less, relatively, are good enough; the next step goes on.
+_SETTLED = 1e-3
 
 
 class OnlineModel:
@@ -151,16 +153,21 @@ class OnlineModel:
                 products[j] = _FORGETTING * products[j] + value * other
             self._targets[i] = _FORGETTING * self._targets[i] + value
         for _ in range(_SWEEPS):
-            self._descend()
+            if self._descend() < _SETTLED:
+                break
         return True
 
-    def _descend(self) -> None:
-        shares = self._shares
+    def _descend(self) -> float:
+        """One sweep; returns the greatest change of a share, relative to what it was."""
+        shares, most = self._shares, 0.0
         for i, products in enumerate(self._products):
             if products[i] < _FORGOTTEN:
                 continue
             off = self._targets[i] - sum(map(float.__mul__, products, shares))
-            shares[i] = max(0.0, shares[i] + off / products[i])
+            share = max(0.0, shares[i] + off / products[i])
+            most = max(most, abs(share - shares[i]) / (shares[i] or 1.0))
+            shares[i] = share
+        return most
 
     def _sum(self, *features: float) -> float:
         return sum(share * value for share, value in zip(self._shares, features, strict=True))

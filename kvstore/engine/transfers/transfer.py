@@ -373,7 +373,9 @@ class Saver(TransferThread):
         super().close()
 
     def _run(self, saves: Sequence[Save], step: SaveStep) -> None:
+        begin = time.thread_time()
         writers: list[tuple[int, Save]] = []
+        copies: list[list[BlockRun]] = []
         whole = False
         try:
             copies = self._copies(list(self._reserve(saves, writers)))
@@ -390,6 +392,8 @@ class Saver(TransferThread):
         for writer, save in writers:
             commit = Commit(writer, save.recompute_s, save.keep_s, save.outdated)
             self._tell(commit if kept else Abandon(writer))
+        blocks = sum(len(run.seeds) for runs in copies for run in runs)
+        self.time.add_saved(blocks, time.thread_time() - begin)
 
     def _reserve(
         self, saves: Sequence[Save], writers: list[tuple[int, Save]]

@@ -13,6 +13,13 @@ class Copied(NamedTuple):
     busy_s: float = 0.0
 
 
+class Saved(NamedTuple):
+    """Blocks saved since the start, and what they cost the thread that saves: seconds of a core."""
+
+    blocks: int = 0
+    core_s: float = 0.0
+
+
 @dataclass
 class TransferTime:
     """Copies of a transfer thread since the start; the forward pass waited ``waited_s`` for them.
@@ -23,10 +30,15 @@ class TransferTime:
 
     copied: Copied = field(default_factory=Copied)
     waited_s: float = 0.0
+    saved: Saved = field(default_factory=Saved)
 
     def add(self, size: int, busy_s: float) -> None:
         """Count a copy; called by the transfer thread alone."""
         self.copied = Copied(self.copied.size + size, self.copied.busy_s + busy_s)
+
+    def add_saved(self, blocks: int, core_s: float) -> None:
+        """Count a step's saves, asking the store included; called by the transfer thread alone."""
+        self.saved = Saved(self.saved.blocks + blocks, self.saved.core_s + core_s)
 
     @property
     def hidden_share(self) -> float:

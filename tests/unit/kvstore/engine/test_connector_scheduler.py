@@ -276,13 +276,13 @@ def test_the_block_that_an_answer_fills_is_saved_in_parts_each_in_the_place_of_t
 
 @pytest.fixture
 def hurried(store: Store) -> StoreConnectorScheduler:
-    """To save an unfilled block takes a second, and a tenth of the time may go to that."""
+    """To save an unfilled block takes a tenth of a second, so that one comes every ten."""
     names = SimpleNamespace(block_size=SIZE, of_ranks=lambda adapter: RANKS)
-    half = StoreConnectorScheduler(cast("Any", store), cast("Any", names), tail_share=0.1)
+    half = StoreConnectorScheduler(cast("Any", store), cast("Any", names))
     for name in "abc":
         half.add(cast("Any", Asked(name, 6, 6)))
     assert unfilled(half, (6, 6, 6), 0.0) == {"a", "b", "c"}, "at first, as many as there are"
-    half.on_transfer(Transferred(100, 1.0, 0, 0.0, 1.0))
+    half.on_transfer(Transferred(100, 0.0, 0, 0.0, 1, 0.1))
     # Of those saved up none shall be left.
     while half._tails.blocks(0.0):
         half._tails.spend()

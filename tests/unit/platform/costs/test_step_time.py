@@ -93,6 +93,20 @@ def test_a_stalled_step_hardly_moves_predictions() -> None:
     assert off(times) < 0.1
 
 
+def test_a_step_as_predicted_is_learnt_in_one_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, step = OnlineModel(), Step.of([(100, 1)] * 8)
+    for _ in range(100):
+        model.learn(step, 0.01)
+    sweeps: list[float] = []
+    sweep = model._descend
+    monkeypatch.setattr(model, "_descend", lambda: sweeps.append(sweep()) or sweeps[-1])
+    model.learn(step, 0.01)
+    assert len(sweeps) == 1
+    # One that is not takes as many as it needs.
+    model.learn(Step.of([(100, 1)] * 16), 0.05)
+    assert len(sweeps) > 2
+
+
 def test_what_never_occurs_is_not_forgotten_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # As if many thousands of steps passed between these.
     monkeypatch.setattr(step_time, "_FORGETTING", 1e-60)

@@ -572,6 +572,21 @@ def test_the_hidden_share_is_what_the_forward_pass_did_not_wait_for(
 # The engine's memory.
 
 
+def test_what_saving_costs_is_counted_with_its_blocks(
+    store: Store, engines: tuple[Engine, Engine]
+) -> None:
+    one, _ = engines
+    one.save([save_of("a", [0, 1]), save_of("b", [2, 3, 4])])
+    until(lambda: one.saver.time.saved.blocks == 5)
+    first = one.saver.time.saved
+    assert 0 < first.core_s < 1
+    # To ask a store that has them all costs something, too.
+    one.save([save_of("a", [0, 1])])
+    until(lambda: one.saver.time.saved != first)
+    assert one.saver.time.saved.blocks == 5
+    assert one.saver.time.saved.core_s > first.core_s
+
+
 def test_blocks_whose_dimensions_are_permuted_move_whole() -> None:
     base = torch.arange(2 * 4 * 3 * 8, dtype=torch.int16).reshape(2, 4, 3, 8)
     memory = KvMemory({"layer": base.permute(0, 2, 1, 3)})
