@@ -126,7 +126,7 @@ def pack(part: str, files: Files, bundle: Path) -> list[Path]:
             archive.addfile(entry, io.BytesIO(content))
     if path.stat().st_size <= MOST_BYTES:
         return [path]
-    pieces = []
+    pieces: list[Path] = []
     with path.open("rb") as whole:
         while content := whole.read(MOST_BYTES):
             pieces.append(bundle / f"{part}{len(pieces)}" / f"{path.name}.{len(pieces)}")
@@ -167,7 +167,8 @@ def models(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 def vllm(folder: Path) -> Iterator[tuple[str, bytes]]:
     """vLLM's modules and some of its libraries, and beside them the wheels that it imports."""
-    with zipfile.ZipFile(*fetch(("vllm",), folder / "vllm")) as archive:
+    (wheel,) = fetch(("vllm",), folder / "vllm")
+    with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             wanted = LIBRARIES if ".so" in Path(name).name else ("*",)
             if name.endswith("/") or _matches(name, LEFT_OUT) or not _matches(name, wanted):
