@@ -10,7 +10,7 @@ UNIT_TESTS := -n $(shell n=$$((2 * $$(nproc))); echo $$((n < 16 ? n : 16))) test
 SIDE_BY_SIDE := -n 2 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve performance dashboards test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-documents bench-pd bench-adaptive bench-slo bench-deadlines bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-rebalance-replicas bench-continue bench-start bench-elastic bench-decisions check-batch check-day gpu-check gpu-bundle image image-base check-image hashes sbom clean
+.PHONY: help install serve performance dashboards test test-all lint typecheck format bench-overhead bench-steps bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-documents bench-pd bench-adaptive bench-slo bench-deadlines bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-rebalance-replicas bench-continue bench-start bench-elastic bench-decisions check-batch check-day gpu-check gpu-bundle image image-base check-image hashes sbom clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ format: install ## format the code and sort its imports
 
 bench-overhead: install ## measure what the platform costs over bare vLLM
 	@$(PYTHON) -m benchmarks.overhead
+
+bench-steps: install ## measure what the scheduler and the KV store add to each step
+	@$(PYTHON) -m benchmarks.step_overhead
 
 bench-front-end: install ## measure how many tokens one front end passes on, on a core
 	@$(PYTHON) -m benchmarks.front_end

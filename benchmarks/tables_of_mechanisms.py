@@ -117,10 +117,30 @@ def disaggregation(result: Result) -> str:
     return with_head(f"{counted_runs(data['runs'])} of each pair.", head, rows)
 
 
+def step_overhead(result: Result) -> str:
+    """What a step of a tiny model takes longer than vLLM's own, by how many requests it has."""
+    data = result.data
+    counts = list(data["step_us"]["vllm"])
+    names = {
+        "scheduler": "with our worker and scheduler, longer by",
+        "store": "with the KV store, too, longer by",
+    }
+    rows = [
+        ["vLLM's own", *(spread(data["step_us"]["vllm"][of], "µs") for of in counts)],
+        *(
+            [name, *(spread(data["more_than_vllm_us"][arm][of], "µs") for of in counts)]
+            for arm, name in names.items()
+        ),
+    ]
+    head = ["a step of a tiny model", *(f"{of} requests" for of in counts)]
+    return with_head(f"{counted_runs(len(data['runs']))}.", head, rows)
+
+
 TABLES: Mapping[str, Callable[[Result], str]] = {
     "migrate": migrate,
     "helr": helr,
     "transfer": transfer,
     "disaggregation": disaggregation,
+    "step_overhead": step_overhead,
 }
 """By the name of the file."""
