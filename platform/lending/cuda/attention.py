@@ -127,11 +127,52 @@ def publish(state: tl.tensor, done: tl.tensor, serving: tl.tensor, contexts: tl.
 
 
 @kernel()
-def attend_unit(
-    unit: tl.tensor,
-    parts: tl.tensor,
+def parts_of(rows: tl.tensor, kv_heads: tl.constexpr, most_parts: tl.constexpr) -> tl.tensor:
+    """Into how many parts each context of a task with ``rows`` rows may be divided."""
+    contexts = (rows * kv_heads).to(tl.int32)
+    return tl.maximum(1, tl.minimum(most_parts, tl.full((), UNITS, tl.int32) // contexts))
+
+
+UNITS = tl.constexpr(MOST_UNITS)
+
+
+@kernel()
+def merged_parts(
+    first: tl.tensor,
+    count: tl.tensor,
+    sums: tl.tensor,
+    gathered: tl.tensor,
+    padded_group: tl.constexpr,
+    padded_head: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the largest logit, the sum of weights and the weighted values of ``count`` parts."""
+    heads = tl.arange(0, padded_group)
+    inner = heads[:, None] * padded_head + tl.arange(0, padded_head)[None, :]
+    largest = tl.full((padded_group,), float("-inf"), tl.float32)
+    total = tl.zeros((padded_group,), tl.float32)
+    answer = tl.zeros((padded_group, padded_head), tl.float32)
+    for part in range(first, first + count):
+        at_sums = sums + part * 2 * padded_group + heads
+        at_gathered = gathered + part * padded_group * padded_head
+        # Of other multiprocessors, so not what this one's cache may have of them.
+        theirs_largest = tl.load(at_sums, cache_modifier=".cg")
+        theirs_total = tl.load(at_sums + padded_group, cache_modifier=".cg")
+        theirs_answer = tl.load(at_gathered + inner, cache_modifier=".cg")
+        higher = tl.maximum(largest, theirs_largest)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp(largest - base)
+        weight = tl.exp(theirs_largest - base)
+        total = total * shrink + theirs_total * weight
+        answer = answer * shrink[:, None] + theirs_answer * weight[:, None]
+        largest = higher
+    return largest, total, answer
+
+
+@kernel()
+def attend_units(
+    first: tl.tensor,
+    programs: tl.tensor,
     serving: tl.tensor,
-    rows: tl.tensor,
     query: tl.tensor,
     requests: tl.tensor,
     contexts: tl.tensor,
@@ -159,115 +200,98 @@ def attend_unit(
     block_size: tl.constexpr,
     tile: tl.constexpr,
     part_tiles: tl.constexpr,
+    most_parts: tl.constexpr,
 ) -> None:
-    """Compute a part of the context of a row and KV head of task ``serving``, of ``rows`` rows.
+    """Compute what program ``first`` of ``programs`` has of task ``serving``.
 
-    Who ends the last part of a context stores its answer, and the last of all publishes.
+    A unit is a part of the context of a row and KV head. Who ends the last part of a context
+    stores its answer, and the last of all publishes.
     """
-    at = unit // parts
-    part = unit % parts
-    row = at // kv_heads
-    head = at % kv_heads
-    request = tl.load(requests + row)
-    context = tl.load(contexts + row)
-    limit = tl.load(state + LIMIT, volatile=True)
-    known = (request >= 0) & (request < max_requests)
-    known = known & (context >= 1) & (context <= max_blocks * block_size)
-    # A row that is refused has no context, so that nothing of it is read.
-    context = tl.where(known, context, 0)
-    request = tl.where(known, request, 0)
-    tiles = (context + tile - 1) // tile
-    used = tl.maximum(1, tl.minimum(parts, (tiles + part_tiles - 1) // part_tiles))
-    if part < used:
-        each = (tiles + used - 1) // used * tile
-        end = tl.minimum(context, (part + 1) * each)
+    rows = tl.load(state + ROWS, volatile=True)
+    parts = parts_of(rows, kv_heads, most_parts)
+    for unit in range(first, rows.to(tl.int32) * kv_heads * parts, programs):
+        at = unit // parts
+        part = unit % parts
+        row = at // kv_heads
+        head = at % kv_heads
+        request = tl.load(requests + row)
+        context = tl.load(contexts + row)
+        limit = tl.load(state + LIMIT, volatile=True)
+        known = (request >= 0) & (request < max_requests)
+        known = known & (context >= 1) & (context <= max_blocks * block_size)
+        # A row that is refused has no context, so that nothing of it is read.
+        context = tl.where(known, context, 0)
+        request = tl.where(known, request, 0)
+        tiles = (context + tile - 1) // tile
+        used = tl.maximum(1, tl.minimum(parts, (tiles + part_tiles - 1) // part_tiles))
+        if part < used:
+            each = (tiles + used - 1) // used * tile
+            end = tl.minimum(context, (part + 1) * each)
 
-        cache = caches + 2 * tl.load(state + LAYER)
-        key_cache = cache_at(cache, query)
-        value_cache = cache_at(cache + 1, query)
-        places = tl.arange(0, padded_head)
-        heads = tl.arange(0, padded_group)
-        inside_head = places < head_size
-        inside_group = heads < group
-        at_query = (at * group + heads[:, None]) * head_size + places[None, :]
-        own = inside_group[:, None] & inside_head[None, :]
-        queries = tl.load(query + at_query, mask=own, other=0.0)
+            cache = caches + 2 * tl.load(state + LAYER)
+            key_cache = cache_at(cache, query)
+            value_cache = cache_at(cache + 1, query)
+            places = tl.arange(0, padded_head)
+            heads = tl.arange(0, padded_group)
+            inside_head = places < head_size
+            inside_group = heads < group
+            at_query = (at * group + heads[:, None]) * head_size + places[None, :]
+            own = inside_group[:, None] & inside_head[None, :]
+            queries = tl.load(query + at_query, mask=own, other=0.0)
 
-        largest = tl.full((padded_group,), float("-inf"), tl.float32)
-        total = tl.zeros((padded_group,), tl.float32)
-        answer = tl.zeros((padded_group, padded_head), tl.float32)
-        strange = tl.zeros((tile,), tl.int32)
-        for first in range(part * each, end, tile):
-            tokens = first + tl.arange(0, tile)
-            inside = tokens < end
-            table = block_table + request.to(tl.int64) * max_blocks + tokens // block_size
-            block = tl.load(table, mask=inside, other=0)
-            theirs = inside & (block >= 0) & (block < limit)
-            strange += (inside & (theirs == 0)).to(tl.int32)
-            from_block = block.to(tl.int64) * block_stride + tokens % block_size * token_stride
-            at_token = from_block[:, None] + tl.cast(head, tl.int64) * head_stride + places[None, :]
-            there = theirs[:, None] & inside_head[None, :]
-            keys = tl.load(key_cache + at_token, mask=there, other=0.0)
-            values = tl.load(value_cache + at_token, mask=there, other=0.0)
-            logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-            logits = tl.where(theirs[None, :], logits, float("-inf"))
-            higher = tl.maximum(largest, tl.max(logits, 1))
-            # Nothing but -inf so far, if all blocks are strange.
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp(logits - base[:, None])
-            shrink = tl.exp(largest - base)
-            total = total * shrink + tl.sum(weights, 1)
-            answer = answer * shrink[:, None] + tl.dot(
-                weights.to(values.dtype), values, input_precision="ieee"
-            )
-            largest = higher
-        if (known == 0) | (tl.sum(strange) != 0):
-            refuse(closed, state)
+            largest = tl.full((padded_group,), float("-inf"), tl.float32)
+            total = tl.zeros((padded_group,), tl.float32)
+            answer = tl.zeros((padded_group, padded_head), tl.float32)
+            strange = tl.zeros((tile,), tl.int32)
+            for begin in range(part * each, end, tile):
+                tokens = begin + tl.arange(0, tile)
+                inside = tokens < end
+                table = block_table + request.to(tl.int64) * max_blocks + tokens // block_size
+                block = tl.load(table, mask=inside, other=0)
+                theirs = inside & (block >= 0) & (block < limit)
+                strange += (inside & (theirs == 0)).to(tl.int32)
+                from_block = block.to(tl.int64) * block_stride + tokens % block_size * token_stride
+                at_token = (
+                    from_block[:, None] + tl.cast(head, tl.int64) * head_stride + places[None, :]
+                )
+                there = theirs[:, None] & inside_head[None, :]
+                keys = tl.load(key_cache + at_token, mask=there, other=0.0)
+                values = tl.load(value_cache + at_token, mask=there, other=0.0)
+                logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+                logits = tl.where(theirs[None, :], logits, float("-inf"))
+                higher = tl.maximum(largest, tl.max(logits, 1))
+                # Nothing but -inf so far, if all blocks are strange.
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+                weights = tl.exp(logits - base[:, None])
+                shrink = tl.exp(largest - base)
+                total = total * shrink + tl.sum(weights, 1)
+                answer = answer * shrink[:, None] + tl.dot(
+                    weights.to(values.dtype), values, input_precision="ieee"
+                )
+                largest = higher
+            if (known == 0) | (tl.sum(strange) != 0):
+                refuse(closed, state)
 
-        last = used == 1
-        if used > 1:
-            at_sums = sums + unit * 2 * padded_group + heads
-            at_gathered = gathered + unit * padded_group * padded_head
-            inner = heads[:, None] * padded_head + places[None, :]
-            tl.store(at_sums, largest)
-            tl.store(at_sums + padded_group, total)
-            tl.store(at_gathered + inner, answer)
-            tl.debug_barrier()
-            last = tl.atomic_add(ended + at, 1, sem="acq_rel", scope="gpu") == used - 1
+            last = used == 1
+            if used > 1:
+                at_sums = sums + unit * 2 * padded_group + heads
+                at_gathered = gathered + unit * padded_group * padded_head
+                inner = heads[:, None] * padded_head + places[None, :]
+                tl.store(at_sums, largest)
+                tl.store(at_sums + padded_group, total)
+                tl.store(at_gathered + inner, answer)
+                tl.debug_barrier()
+                last = tl.atomic_add(ended + at, 1, sem="acq_rel", scope="gpu") == used - 1
+                if last:
+                    tl.store(ended + at, 0)
+                    largest, total, answer = merged_parts(
+                        at * parts, used, sums, gathered, padded_group, padded_head
+                    )
             if last:
-                tl.store(ended + at, 0)
-                largest = tl.full((padded_group,), float("-inf"), tl.float32)
-                total = tl.zeros((padded_group,), tl.float32)
-                answer = tl.zeros((padded_group, padded_head), tl.float32)
-                for other in range(at * parts, at * parts + used):
-                    at_sums = sums + other * 2 * padded_group + heads
-                    at_gathered = gathered + other * padded_group * padded_head
-                    # Of other multiprocessors, so not what this one's cache may have of them.
-                    theirs_largest = tl.load(at_sums, cache_modifier=".cg")
-                    theirs_total = tl.load(at_sums + padded_group, cache_modifier=".cg")
-                    theirs_answer = tl.load(at_gathered + inner, cache_modifier=".cg")
-                    higher = tl.maximum(largest, theirs_largest)
-                    base = tl.where(higher == float("-inf"), 0.0, higher)
-                    shrink = tl.exp(largest - base)
-                    weight = tl.exp(theirs_largest - base)
-                    total = total * shrink + theirs_total * weight
-                    answer = answer * shrink[:, None] + theirs_answer * weight[:, None]
-                    largest = higher
-        if last:
-            whole = (answer / total[:, None]).to(output.dtype.element_ty)
-            tl.store(output + at_query, whole, mask=own)
-            tl.store(lse + at * group + heads, largest + tl.log(total), mask=inside_group)
-            publish(state, done, serving, rows * kv_heads)
-
-
-@kernel()
-def parts_of(rows: tl.tensor, kv_heads: tl.constexpr, most_parts: tl.constexpr) -> tl.tensor:
-    """Into how many parts each context of a task with ``rows`` rows may be divided."""
-    contexts = (rows * kv_heads).to(tl.int32)
-    return tl.maximum(1, tl.minimum(most_parts, tl.full((), UNITS, tl.int32) // contexts))
-
-
-UNITS = tl.constexpr(MOST_UNITS)
+                whole = (answer / total[:, None]).to(output.dtype.element_ty)
+                tl.store(output + at_query, whole, mask=own)
+                tl.store(lse + at * group + heads, largest + tl.log(total), mask=inside_group)
+                publish(state, done, serving, rows * kv_heads)
 
 
 @kernel("max_requests", "max_blocks")
@@ -315,40 +339,36 @@ def attend_rows(
     """
     serving = tl.load(state + SERVING)
     if serving != tl.load(state + NUMBER):
-        rows = tl.load(state + ROWS)
-        parts = parts_of(rows, kv_heads, most_parts)
-        units = rows.to(tl.int32) * kv_heads * parts
-        for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-            attend_unit(
-                unit,
-                parts,
-                serving,
-                rows,
-                query,
-                requests,
-                contexts,
-                block_table,
-                caches,
-                closed,
-                state,
-                ended,
-                sums,
-                gathered,
-                done,
-                output,
-                lse,
-                max_requests,
-                max_blocks,
-                block_stride,
-                head_stride,
-                token_stride,
-                scale,
-                kv_heads,
-                group,
-                padded_group,
-                head_size,
-                padded_head,
-                block_size,
-                context_tile,
-                part_tiles,
-            )
+        attend_units(
+            tl.program_id(0),
+            tl.num_programs(0),
+            serving,
+            query,
+            requests,
+            contexts,
+            block_table,
+            caches,
+            closed,
+            state,
+            ended,
+            sums,
+            gathered,
+            done,
+            output,
+            lse,
+            max_requests,
+            max_blocks,
+            block_stride,
+            head_stride,
+            token_stride,
+            scale,
+            kv_heads,
+            group,
+            padded_group,
+            head_size,
+            padded_head,
+            block_size,
+            context_tile,
+            part_tiles,
+            most_parts,
+        )

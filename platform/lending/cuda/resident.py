@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from loomserve.platform.lending.cuda.attention import SERVING, attend_unit, parts_of
-from loomserve.platform.lending.cuda.buffer import NUMBER, ROWS
+from loomserve.platform.lending.cuda.attention import SERVING, attend_units
+from loomserve.platform.lending.cuda.buffer import NUMBER
 from loomserve.platform.lending.cuda.kernel import INTERPRETED, LOOKS, kernel, now_ns, rest
-from loomserve.platform.lending.cuda.serving import DeviceLender, take_task, write_row
+from loomserve.platform.lending.cuda.serving import DeviceLender, take_task, write_units
 
 # More words of the lender's state.
 ENDED = tl.constexpr(7)
@@ -108,65 +108,62 @@ def serve_tasks(
         over_for_all = tl.atomic_add(state + ENDED, 0, sem="acquire", scope="gpu")
         serving = tl.atomic_add(state + SERVING, 0, sem="acquire", scope="gpu")
         if serving != seen:
-            rows = tl.load(state + ROWS, volatile=True)
-            for row in range(me, rows, programs):
-                write_row(
-                    row,
-                    key,
-                    value,
-                    slots,
-                    caches,
-                    closed,
-                    state,
-                    block_stride,
-                    head_stride,
-                    token_stride,
-                    head_size,
-                    width,
-                    block_size,
-                    row_tile,
-                )
+            write_units(
+                me,
+                programs,
+                key,
+                value,
+                slots,
+                caches,
+                closed,
+                state,
+                block_stride,
+                head_stride,
+                token_stride,
+                head_size,
+                width,
+                block_size,
+                row_tile,
+            )
             tl.debug_barrier()
             tl.atomic_add(state + WRITTEN, 1, sem="release", scope="gpu")
             tasks += 1
             while tl.atomic_add(state + WRITTEN, 0, sem="acquire", scope="gpu") < tasks * programs:
                 rest()
             tl.debug_barrier()
-            parts = parts_of(rows, kv_heads, most_parts)
-            for unit in range(me, rows.to(tl.int32) * kv_heads * parts, programs):
-                attend_unit(
-                    unit,
-                    parts,
-                    serving,
-                    rows,
-                    query,
-                    requests,
-                    contexts,
-                    block_table,
-                    caches,
-                    closed,
-                    state,
-                    ended,
-                    sums,
-                    gathered,
-                    done,
-                    output,
-                    lse,
-                    max_requests,
-                    max_blocks,
-                    block_stride,
-                    head_stride,
-                    token_stride,
-                    scale,
-                    kv_heads,
-                    group,
-                    padded_group,
-                    head_size,
-                    padded_head,
-                    block_size,
-                    context_tile,
-                    part_tiles,
-                )
+            attend_units(
+                me,
+                programs,
+                serving,
+                query,
+                requests,
+                contexts,
+                block_table,
+                caches,
+                closed,
+                state,
+                ended,
+                sums,
+                gathered,
+                done,
+                output,
+                lse,
+                max_requests,
+                max_blocks,
+                block_stride,
+                head_stride,
+                token_stride,
+                scale,
+                kv_heads,
+                group,
+                padded_group,
+                head_size,
+                padded_head,
+                block_size,
+                context_tile,
+                part_tiles,
+                most_parts,
+            )
             seen = serving
         elif over_for_all != 0:
             running = tl.full((), 0, tl.int32)

@@ -110,8 +110,9 @@ def poll_task(
 
 
 @kernel()
-def write_row(
-    row: tl.tensor,
+def write_units(
+    first: tl.tensor,
+    programs: tl.tensor,
     key: tl.tensor,
     value: tl.tensor,
     slots: tl.tensor,
@@ -126,25 +127,27 @@ def write_row(
     block_size: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Write a row's key and value into its slot, if that is the borrower's."""
-    slot = tl.load(slots + row)
-    limit = tl.load(state + LIMIT, volatile=True)
-    if (slot >= 0) & (slot // block_size < limit):
-        at = caches + 2 * tl.load(state + LAYER)
-        kind = key.dtype
-        key_cache = tl.load(at).to(kind)
-        value_cache = tl.load(at + 1).to(kind)
-        to = slot // block_size * block_stride + slot % block_size * token_stride
-        for first in range(0, width, tile):
-            place = first + tl.arange(0, tile)
-            inside = place < width
-            into = to + (place // head_size).to(tl.int64) * head_stride + place % head_size
-            keys = tl.load(key + row * width + place, mask=inside)
-            values = tl.load(value + row * width + place, mask=inside)
-            tl.store(key_cache + into, keys, mask=inside)
-            tl.store(value_cache + into, values, mask=inside)
-    else:
-        refuse(closed, state)
+    """Write keys and values of program ``first`` of ``programs`` into their slots, if those are the
+    borrower's."""
+    for row in range(first, tl.load(state + ROWS, volatile=True).to(tl.int32), programs):
+        slot = tl.load(slots + row)
+        limit = tl.load(state + LIMIT, volatile=True)
+        if (slot >= 0) & (slot // block_size < limit):
+            at = caches + 2 * tl.load(state + LAYER)
+            kind = key.dtype
+            key_cache = tl.load(at).to(kind)
+            value_cache = tl.load(at + 1).to(kind)
+            to = slot // block_size * block_stride + slot % block_size * token_stride
+            for begin in range(0, width, tile):
+                place = begin + tl.arange(0, tile)
+                inside = place < width
+                into = to + (place // head_size).to(tl.int64) * head_stride + place % head_size
+                keys = tl.load(key + row * width + place, mask=inside)
+                values = tl.load(value + row * width + place, mask=inside)
+                tl.store(key_cache + into, keys, mask=inside)
+                tl.store(value_cache + into, values, mask=inside)
+        else:
+            refuse(closed, state)
 
 
 @kernel()
@@ -171,23 +174,23 @@ def write_rows(
     The others are as of :func:`~loomserve.platform.lending.cuda.attention.attend_rows`.
     """
     if tl.load(state + SERVING) != tl.load(state + NUMBER):
-        for row in range(tl.program_id(0), tl.load(state + ROWS).to(tl.int32), tl.num_programs(0)):
-            write_row(
-                row,
-                key,
-                value,
-                slots,
-                caches,
-                closed,
-                state,
-                block_stride,
-                head_stride,
-                token_stride,
-                head_size,
-                width,
-                block_size,
-                row_tile,
-            )
+        write_units(
+            tl.program_id(0),
+            tl.num_programs(0),
+            key,
+            value,
+            slots,
+            caches,
+            closed,
+            state,
+            block_stride,
+            head_stride,
+            token_stride,
+            head_size,
+            width,
+            block_size,
+            row_tile,
+        )
 
 
 class DeviceLender:

@@ -52,7 +52,6 @@ class KernelLoan:
         self._posted = self._tasks
         self._counted = 0
         self._staying: torch.cuda.Stream | None = None
-        self._granted = 0
 
     @property
     def borrower(self) -> RingPeer:
@@ -93,8 +92,7 @@ class KernelLoan:
         self.count(IDLED)
         if (kernels := self._between_copies()) is None:
             return False
-        self._granted = self.ring.granted
-        self.copies.wrote(self._granted)
+        self.copies.wrote(self.ring.granted)
         if not kernels.state.is_cuda:
             serve_for(kernels, seconds, programs=1)
             return True
@@ -109,10 +107,9 @@ class KernelLoan:
     def clear(self) -> None:
         """Clear what the borrower wrote behind what is granted to it, before others use it."""
         granted = self.ring.granted
-        if granted < self._granted and self._staying is not None:
+        if granted < self.copies.written and self._staying is not None:
             # The kernel that stays may serve a task that it took before.
             self._staying.synchronize()
-        self._granted = granted
         self.copies.clear(granted)
 
     def count(self, counter: int) -> None:

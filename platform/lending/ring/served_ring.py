@@ -42,8 +42,8 @@ class ServedRing:
         self._done_at = time.monotonic_ns()
         self._step: int | None = None
         self._end = 0
-        # Blocks from it on hold nothing of the borrower's.
-        self._written = 0
+        self.written = 0
+        """Blocks from it on hold nothing of the borrower's."""
         self._work = RingTask.ATTEND
         self._blocks: list[int] = []
 
@@ -61,7 +61,7 @@ class ServedRing:
         ):
             ring.shut(Closed.REFUSED)
             return False
-        self._written = max(self._written, self._end)
+        self.written = max(self.written, self._end)
         if self._work is RingTask.ATTEND:
             self._attend(*self._caches[layer])
             self.count(counter, 1)
@@ -76,17 +76,17 @@ class ServedRing:
 
     def wrote(self, end: int) -> None:
         """Note that blocks before this one may hold what the borrower had written otherwise."""
-        self._written = max(self._written, end)
+        self.written = max(self.written, end)
 
     def clear(self, first: int) -> None:
         """Set to zero what the borrower has written from this block of its own on."""
-        if first >= self._written:
+        if first >= self.written:
             return
-        for rows in self._rows.between(first, self._written):
+        for rows in self._rows.between(first, self.written):
             for key, value in self._caches:
                 key[rows].zero_()
                 value[rows].zero_()
-        self._written = first
+        self.written = first
 
     def count(self, counter: int, amount: int) -> None:
         """Add to one of the lender's counters."""
