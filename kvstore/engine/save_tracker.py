@@ -134,13 +134,17 @@ class SaveTracker:
         request, saved = self._requests[request_id], self._saved[request_id]
         if hands_over(request):
             return True
-        full = min(tokens // self._block_size, len(request.block_hashes))
-        return full > saved.blocks or (room and self._tail_end(request, tokens, saved) > 0)
+        if self._full_blocks(request, tokens) > saved.blocks:
+            return True
+        return room and self._tail_end(request, tokens, saved) > 0
+
+    def _full_blocks(self, request: Request, tokens: int) -> int:
+        # Under async scheduling the newest tokens, and so their block's hash, are not known.
+        return min(tokens // self._block_size, len(request.block_hashes))
 
     def _full_keys(self, request: Request, tokens: int) -> bytes:
         """Keys of the blocks that are full once ``tokens`` are computed."""
-        # Under async scheduling the newest tokens, and so their block's hash, are not known.
-        return chain_of(request, min(tokens // self._block_size, len(request.block_hashes)))
+        return chain_of(request, self._full_blocks(request, tokens))
 
     def _to_hand_over(self, request: Request, tokens: int, saved: _Saved) -> bytes:
         """Chain of what is computed of a prompt, to its last token; empty if that is saved."""
