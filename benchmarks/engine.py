@@ -33,6 +33,29 @@ ONE_PROCESS = {
 """As the platform's engines on a core: vLLM's own have a process for their worker."""
 
 
+def engine_options(worker: str, scheduling: dict[str, Any]) -> dict[str, Any]:
+    """Of an engine as the platform makes it, which schedules by ``SchedulerOptions``."""
+    return {
+        "worker_cls": worker,
+        "scheduler_cls": "loomserve.platform.engine.scheduler.make_scheduler",
+        "additional_config": {ADDITIONAL_CONFIG: scheduling},
+        **ONE_PROCESS,
+    }
+
+
+def save_llama(folder: Path, dtype: str = "float32", **shape: Any) -> None:
+    """Write a Llama of random weights, the same each time, that no token ends.
+
+    ``shape`` is of transformers' ``LlamaConfig``.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(eos_token_id=None, bos_token_id=None, **shape)
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+
+
 def offline_engine(
     model: str, kv_transfer_config: dict[str, Any] | None, core: int | str = 0, **options: Any
 ) -> Any:

@@ -25,30 +25,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import ONE_PROCESS, end, offline_engine
+from benchmarks.engine import end, engine_options, offline_engine, save_llama
 from benchmarks.report import Spread
 from benchmarks.result_files import machine, publish, said_by
 from loomserve.kvstore.server.opening import open_store
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.server import StoreServer
-from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 
 ARMS = ("vllm", "scheduler", "store")
 REQUESTS = (8, 32)
 PROMPT, ANSWER, CONTEXT = 20, 300, 512
 REPEATS = 5
 STORE_BYTES = 2**28
-_OURS: dict[str, Any] = {
-    "worker_cls": "loomserve.platform.engine.worker.NonSpinningWorker",
-    "scheduler_cls": "loomserve.platform.engine.scheduler.make_scheduler",
-    **ONE_PROCESS,
-}
+OURS = engine_options(
+    "loomserve.platform.engine.worker.NonSpinningWorker",
+    {"preemption": "adaptive", "swap_bytes": STORE_BYTES // 2},
+)
 
 
 def save_model(folder: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
+    save_llama(
+        folder,
         vocab_size=512,
         hidden_size=128,
         intermediate_size=64,
@@ -56,10 +53,7 @@ def save_model(folder: Path) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
-        eos_token_id=None,
-        bos_token_id=None,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def options_in(folder: Path) -> StoreOptions:
@@ -84,7 +78,6 @@ def serve_arm(arm: str, model: Path, folder: Path) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # As the platform binds an engine, whose threads then share the core.
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    scheduling = {"preemption": "adaptive", "swap_bytes": STORE_BYTES // 2}
     llm = offline_engine(
         str(model),
         options_in(folder).kv_transfer_config("tiny") if arm == "store" else None,
@@ -93,8 +86,7 @@ def serve_arm(arm: str, model: Path, folder: Path) -> None:
         kv_cache_memory_bytes=2**26,
         max_model_len=CONTEXT,
         max_num_seqs=max(REQUESTS),
-        **({} if arm == "vllm" else _OURS),
-        additional_config={} if arm == "vllm" else {ADDITIONAL_CONFIG: scheduling},
+        **({} if arm == "vllm" else OURS),
     )
     step_us(llm, min(REQUESTS))
     found = {str(of): min(step_us(llm, of) for _ in range(REPEATS)) for of in REQUESTS}

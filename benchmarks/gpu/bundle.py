@@ -46,18 +46,13 @@ LIBRARIES = (
     "vllm/vllm_flash_attn/_vllm_fa3_C*.so",
 )
 WHEELS = (
-    *("annotated-types", "apache-tvm-ffi", "cachetools", "cbor2", "compressed-tensors"),
-    *("fastapi", "gguf", "httpx2", "jsonschema", "jsonschema-specifications"),
-    *("llguidance", "loguru", "mistral-common", "msgspec", "openai", "openai-harmony"),
-    *(
-        "opentelemetry-api",
-        "partial-json-parser",
-        "pybase64",
-        "pycountry",
-        "pydantic",
-        "pydantic-core",
-    ),
-    *("pydantic-extra-types", "pyzmq", "referencing", "rpds-py", "sniffio", "starlette"),
+    *("annotated-types", "apache-tvm-ffi", "cachetools", "cbor2"),
+    *("compressed-tensors", "fastapi", "gguf", "httpx2"),
+    *("jsonschema", "jsonschema-specifications", "llguidance", "loguru"),
+    *("mistral-common", "msgspec", "openai", "openai-harmony"),
+    *("opentelemetry-api", "partial-json-parser", "pybase64", "pycountry"),
+    *("pydantic", "pydantic-core", "pydantic-extra-types", "pyzmq"),
+    *("referencing", "rpds-py", "sniffio", "starlette"),
     *("typing-inspection", "xgrammar"),
 )
 PLATFORMS = ("any", *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28, 31, 34, 35)))

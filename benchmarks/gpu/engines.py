@@ -19,7 +19,7 @@ from benchmarks.gpu.step import DEVICE, HAS_GPU, Results, main
 # isort: split
 import torch
 
-from benchmarks.engine import BLOCK_TOKENS, call_loans, end, lending_engine
+from benchmarks.engine import BLOCK_TOKENS, call_loans, end, lending_engine, save_llama
 from loomserve.platform.lending.ring.ring import Ring
 
 LAYERS, DTYPE = (4, "bfloat16") if HAS_GPU else (2, "float32")
@@ -36,25 +36,21 @@ WORKERS = {
 
 def save_model(folder: Path, context: int = CONTEXT) -> None:
     """Write a Llama whose random weights are large enough that tokens depend on attention."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
     hidden = HEADS * HEAD_SIZE
-    config = LlamaConfig(
-        vocab_size=32_000 if HAS_GPU else 512,
-        hidden_size=hidden,
-        intermediate_size=14336 if HAS_GPU else 64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=context,
-        initializer_range=1.5 * hidden**-0.5,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
     with torch.device(DEVICE):
-        LlamaForCausalLM(config).to(getattr(torch, DTYPE)).save_pretrained(folder)
+        save_llama(
+            folder,
+            DTYPE,
+            vocab_size=32_000 if HAS_GPU else 512,
+            hidden_size=hidden,
+            intermediate_size=14336 if HAS_GPU else 64,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
+            max_position_embeddings=context,
+            initializer_range=1.5 * hidden**-0.5,
+            tie_word_embeddings=True,
+        )
 
 
 def engine(model: Path, number: int, blocks: int, **lending: Any) -> Any:

@@ -21,7 +21,7 @@ from benchmarks.gpu.step import HAS_GPU, Results, main, spread
 # isort: split
 import torch
 
-from benchmarks.engine import BLOCK_TOKENS, ONE_PROCESS, end, offline_engine
+from benchmarks.engine import BLOCK_TOKENS, end, engine_options, offline_engine
 from benchmarks.gpu.engines import BLOCK_BYTES, DTYPE, equal, save_model
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.opening import open_store
@@ -29,7 +29,6 @@ from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import Done, Flush
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.devices.gpus import FREE_AT_START
-from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 
 PROMPTS, PROMPT, ANSWER = (16, 1024, 64) if HAS_GPU else (4, 64, 40)
 FITTING = PROMPTS // 2
@@ -44,6 +43,8 @@ WORKERS = {
     True: "loomserve.platform.engine.resumption.gpu_worker.ResumingGpuWorker",
     False: "loomserve.platform.engine.worker.NonSpinningWorker",
 }
+
+OURS = engine_options(WORKERS[HAS_GPU], {"preemption": "adaptive", "swap_bytes": STORE_BYTES // 2})
 
 
 class Answers(NamedTuple):
@@ -91,23 +92,13 @@ def started(
         max_num_seqs=PROMPTS,
         disable_log_stats=False,
         **ON_DEVICE,
-        **(_ours() if ours else {}),
+        **(OURS if ours else {}),
         **options,
     )
     try:
         yield llm
     finally:
         end(llm)
-
-
-def _ours() -> dict[str, Any]:
-    scheduling = {"preemption": "adaptive", "swap_bytes": STORE_BYTES // 2}
-    return {
-        "worker_cls": WORKERS[HAS_GPU],
-        "scheduler_cls": "loomserve.platform.engine.scheduler.make_scheduler",
-        "additional_config": {ADDITIONAL_CONFIG: scheduling},
-        **ONE_PROCESS,
-    }
 
 
 @contextmanager
