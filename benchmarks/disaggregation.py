@@ -38,6 +38,7 @@ import aiohttp
 import numpy as np
 import uvloop
 
+from benchmarks.engine import running_store
 from benchmarks.load import EventStream, Target, new_session
 from benchmarks.overhead import RequestsFailedError, in_turn
 from benchmarks.report import Spread, percentile, percentiles
@@ -49,7 +50,6 @@ from benchmarks.store import (
     LAYERS,
     Engine,
     chain,
-    running_store,
     wait_for,
 )
 from benchmarks.workload import (

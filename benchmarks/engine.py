@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from loomserve.kvstore.server.opening import open_store
+from loomserve.kvstore.server.options import StoreOptions
+from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
@@ -41,6 +46,23 @@ def engine_options(worker: str, scheduling: dict[str, Any]) -> dict[str, Any]:
         "additional_config": {ADDITIONAL_CONFIG: scheduling},
         **ONE_PROCESS,
     }
+
+
+@contextmanager
+def running_store(folder: Path, memory: int = 768 * 2**20) -> Iterator[StoreOptions]:
+    """A store in this process, with its socket in ``folder`` and so many bytes of memory."""
+    options = StoreOptions(
+        folder=folder,
+        arena=Path(f"/dev/shm/loomserve-kv-bench-{os.getpid()}"),
+        memory=memory,
+    )
+    server = StoreServer(open_store(options), options.address)
+    server.start()
+    try:
+        yield options
+    finally:
+        server.stop()
+        options.arena.unlink()
 
 
 def save_llama(folder: Path, dtype: str = "float32", **shape: Any) -> None:

@@ -20,9 +20,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -31,13 +30,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.engine import BLOCK_TOKENS
+from benchmarks.engine import BLOCK_TOKENS, running_store
 from benchmarks.report import Spread
 from benchmarks.result_files import machine, publish, said_by
 from loomserve.kvstore.engine.transfers.memory import KvMemory, stream_for
 from loomserve.kvstore.engine.transfers.transfer import Load, Loader, Save, Saver
 from loomserve.kvstore.server.client import StoreClient
-from loomserve.kvstore.server.opening import open_store
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import (
     Commit,
@@ -50,7 +48,6 @@ from loomserve.kvstore.server.protocol import (
     Reserved,
     decode_slots,
 )
-from loomserve.kvstore.server.server import StoreServer
 from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.storage.checksum import BlockHeader, BlockLayout
 from loomserve.kvstore.storage.ssd import SsdTier
@@ -64,23 +61,6 @@ CONCURRENCY = (1, 2, 4, 8)
 LOOKUPS = (1, 100, 10_000)
 REPEATS = 5
 """Of each copy within a run, in turn; the run's figure is their median."""
-
-
-@contextmanager
-def running_store(folder: Path) -> Iterator[StoreOptions]:
-    """A store of 768 MiB in this process, with its socket in ``folder``."""
-    store_options = StoreOptions(
-        folder=folder,
-        arena=Path(f"/dev/shm/loomserve-kv-bench-{os.getpid()}"),
-        memory=768 * 2**20,
-    )
-    server = StoreServer(open_store(store_options), store_options.address)
-    server.start()
-    try:
-        yield store_options
-    finally:
-        server.stop()
-        store_options.arena.unlink()
 
 
 def chain(seed: int, blocks: int) -> bytes:

@@ -35,10 +35,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engine import BLOCK_TOKENS, offline_engine
+from benchmarks.engine import BLOCK_TOKENS, offline_engine, running_store
 from benchmarks.report import Spread
 from benchmarks.result_files import machine, publish, said_by
-from benchmarks.store import LAYER_BYTES, LAYERS, memory_run, running_store
+from benchmarks.store import LAYER_BYTES, LAYERS, memory_run
 from loomserve.kvstore.engine.transfers.memory import BlockPieces, KvMemory
 from loomserve.kvstore.engine.transfers.transfer_time import Copied, TransferTime
 from loomserve.kvstore.server.options import StoreOptions

@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.engine import running_store
 from benchmarks.gpu.engines import equal, save_model
-from benchmarks.gpu.serve import ANSWER, CONTEXT, FITTING, fresh, running_store, started, times
+from benchmarks.gpu.serve import ANSWER, CONTEXT, FITTING, STORE_BYTES, fresh, started, times
 from benchmarks.gpu.step import HAS_GPU, Results, main
 
 COMPILED = {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [8, 16]}}
@@ -20,7 +21,10 @@ def graphs(results: Results) -> None:
     if not HAS_GPU:
         results.end("there is nothing to capture")
         return
-    with TemporaryDirectory(dir="/dev/shm") as name, running_store(Path(name)) as store:
+    with (
+        TemporaryDirectory(dir="/dev/shm") as name,
+        running_store(Path(name), STORE_BYTES) as store,
+    ):
         model = Path(name, "model")
         save_model(model, CONTEXT)
         found = []

@@ -21,13 +21,11 @@ from benchmarks.gpu.step import HAS_GPU, Results, main, spread
 # isort: split
 import torch
 
-from benchmarks.engine import BLOCK_TOKENS, end, engine_options, offline_engine
+from benchmarks.engine import BLOCK_TOKENS, end, engine_options, offline_engine, running_store
 from benchmarks.gpu.engines import BLOCK_BYTES, DTYPE, equal, save_model
 from loomserve.kvstore.server.client import StoreClient
-from loomserve.kvstore.server.opening import open_store
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import Done, Flush
-from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.devices.gpus import FREE_AT_START
 
 PROMPTS, PROMPT, ANSWER = (16, 1024, 64) if HAS_GPU else (4, 64, 40)
@@ -101,17 +99,6 @@ def started(
         end(llm)
 
 
-@contextmanager
-def running_store(folder: Path) -> Iterator[StoreOptions]:
-    options = StoreOptions(folder=folder, arena=folder / "arena", memory=STORE_BYTES)
-    server = StoreServer(open_store(options), options.address)
-    server.start()
-    try:
-        yield options
-    finally:
-        server.stop()
-
-
 def flush(store: StoreOptions) -> None:
     with closing(StoreClient(store.address, timeout_ms=10_000)) as client:
         client.ask(Flush(""), Done)
@@ -180,7 +167,10 @@ def sleep(llm: Any) -> dict[str, Any]:
 
 
 def serve(results: Results) -> None:
-    with TemporaryDirectory(dir="/dev/shm") as name, running_store(Path(name)) as store:
+    with (
+        TemporaryDirectory(dir="/dev/shm") as name,
+        running_store(Path(name), STORE_BYTES) as store,
+    ):
         model = Path(name, "model")
         save_model(model, CONTEXT)
         with started(model, None, ours=False) as llm:
