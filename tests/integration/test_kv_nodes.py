@@ -70,7 +70,6 @@ class Nodes:
         """Start n1's store, if it does not run, and make the two known to each other."""
         if not self.process.is_alive():
             self.process, self.pipe = started(self.first.options)
-        assert self.pipe.poll(60)
         member: Member = self.pipe.recv()
         self.pipe.send([self.network.member])
         self.network.set_members([member])
@@ -92,9 +91,11 @@ class Nodes:
 
 
 def started(options: StoreOptions) -> tuple[BaseProcess, Connection]:
+    """The store's process, whose arena an engine can open, and the pipe on which it says so."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=serve, args=(options, theirs), daemon=True)
     process.start()
+    assert ours.poll(60)
     return process, ours
 
 
