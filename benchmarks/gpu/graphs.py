@@ -5,16 +5,21 @@ As :mod:`benchmarks.gpu.serve` has them. Without a GPU there is nothing to captu
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from benchmarks.engine import running_store
-from benchmarks.gpu.engines import equal, save_model
-from benchmarks.gpu.serve import ANSWER, CONTEXT, FITTING, STORE_BYTES, fresh, started, times
+from benchmarks.gpu.engines import save_model
+from benchmarks.gpu.serve import ANSWER, CONTEXT, STORE_BYTES, both, compare, flush, started, times
 from benchmarks.gpu.step import HAS_GPU, Results, main
 
-COMPILED = {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [8, 16]}}
+COMPILED: dict[str, Any] = {
+    "enforce_eager": False,
+    "compilation_config": {"cudagraph_capture_sizes": [8, 16]},
+}
 
 
 def graphs(results: Results) -> None:
@@ -27,15 +32,19 @@ def graphs(results: Results) -> None:
     ):
         model = Path(name, "model")
         save_model(model, CONTEXT)
-        found = []
-        for whose, connected in (("vLLM's", None), ("ours", store.kv_transfer_config("graphs"))):
-            begin = time.perf_counter()
-            with started(model, connected, ours=connected is not None, **COMPILED) as llm:
-                results.add(f"{whose}, seconds to start", time.perf_counter() - begin)
-                found.append(fresh(llm, FITTING).tokens)
-                results.add(f"{whose}, ms of answers", times(llm, lambda: None, ANSWER))
-    results.add("tokens equal to vLLM's, of", [equal(*found), FITTING * ANSWER])
+        with started(model, None, ours=False, **COMPILED) as llm:
+            stock = both(llm)
+            measured(results, "vLLM's", llm, lambda: None)
+        with started(model, store.kv_transfer_config("graphs"), **COMPILED) as llm:
+            compare(results, llm, stock)
+            measured(results, "ours", llm, partial(flush, store))
     results.end("an engine of the platform's options captured graphs")
+
+
+def measured(results: Results, whose: str, llm: Any, prepare: Callable[[], object]) -> None:
+    mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
+    results.add(f"{whose}, kinds of graphs", mode)
+    results.add(f"{whose}, ms of answers", times(llm, prepare, ANSWER))
 
 
 if __name__ == "__main__":

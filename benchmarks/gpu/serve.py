@@ -28,11 +28,12 @@ from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import Done, Flush
 from loomserve.platform.devices.gpus import FREE_AT_START
 
-PROMPTS, PROMPT, ANSWER = (16, 1024, 64) if HAS_GPU else (4, 64, 40)
+PROMPTS, PROMPT, ANSWER = (16, 1025, 64) if HAS_GPU else (4, 65, 40)
+"""Of a prompt that is cached, a step computes one token, which vLLM replays as one whole graph."""
 FITTING = PROMPTS // 2
 """Prompts of which all fit into the engine's KV memory with their answers."""
-CONTEXT = 2 * PROMPT
-BLOCKS = 1 + PROMPTS * (PROMPT // BLOCK_TOKENS) + PROMPTS // 2
+CONTEXT = 2 * (PROMPT - 1)
+BLOCKS = 1 + PROMPTS * (1 + PROMPT // BLOCK_TOKENS) + PROMPTS // 2
 """Room for all prompts, and not for all their answers."""
 STORE_BYTES = 2**30 if HAS_GPU else 2**26
 RUNS = 5 if HAS_GPU else 1

@@ -7,12 +7,13 @@ hashes, the second memory; per step the first sends the second a :class:`StepTra
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -135,7 +136,8 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.connector_worker.swap_out(kv_connector_metadata.swap_outs)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self.connector_worker.start_loads(self._transfers())
+        whole = forward_context.cudagraph_runtime_mode is CUDAGraphMode.FULL
+        self.connector_worker.start_loads(self._transfers(), one_graph=whole)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self.connector_worker.before_layer(layer_name, self._transfers().saves)
@@ -150,7 +152,9 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.connector_worker.after_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        self.connector_worker.end_step(self._transfers().saves)
+        # vLLM calls this of a forward pass that raised, too, while the exception passes.
+        raised = sys.exc_info()[0] is not None
+        self.connector_worker.end_step(self._transfers().saves, sound=not raised)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.connector_worker.take_failed()
@@ -181,11 +185,6 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         transfers = self._get_connector_metadata()
         assert isinstance(transfers, StepTransfers)
         return transfers
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        # A full graph would skip the calls around each layer.
-        return True
 
 
 def _only_kind(kv_cache_config: KVCacheConfig) -> KVCacheSpec:

@@ -21,7 +21,8 @@ from loomserve.kvstore.storage.arena import Arena
 class StoreConnectorWorker:
     """Makes each step's copies between this rank's blocks and the store's arena.
 
-    Copies run beside the forward pass. Where the memory allows none, they come before and after it.
+    Copies run beside the forward pass. They come before and after it where the memory allows none
+    beside it, and where the pass is one CUDA graph: a graph makes no calls around its layers.
     """
 
     memory: BlockMemory
@@ -34,6 +35,7 @@ class StoreConnectorWorker:
         self._fetches: dict[str, Future[set[int]]] = {}
         self._reported = Transferred(0, 0.0, 0, 0.0, 0, 0.0)
         self._computed: set[int] = set()
+        self._one_graph = False
         self._closing = ExitStack()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -67,11 +69,12 @@ class StoreConnectorWorker:
             *_, saver = self.threads
             saver.save_computed([save[self._rank] for save in saves])
 
-    def start_loads(self, transfers: StepTransfers) -> None:
+    def start_loads(self, transfers: StepTransfers, *, one_graph: bool) -> None:
         loader, fetcher, _ = self.threads
+        self._one_graph = one_graph
         if transfers.loads:
             loader.start([load[self._rank] for load in transfers.loads])
-            if not self.memory.beside_steps:
+            if one_graph or not self.memory.beside_steps:
                 loader.wait()
         for request_id, load in transfers.fetches.items():
             self._fetches[request_id] = fetcher.fetch(load[self._rank])
@@ -120,14 +123,16 @@ class StoreConnectorWorker:
         self._computed.add(layer)
         saver.layer_done(layer)
 
-    def end_step(self, saves: list[dict[int, Save]]) -> None:
+    def end_step(self, saves: list[dict[int, Save]], *, sound: bool) -> None:
+        """``sound``: the forward pass did not raise."""
         loader, _, saver = self.threads
         failed = loader.finish()
         self._failed |= failed
+        sound = sound and not failed
         computed, self._computed = self._computed, set()
-        if self.memory.beside_steps:
-            saver.finish(sound=not failed)
-        elif saves and not failed and computed >= self.memory.layers_here:
+        if saver.running:
+            saver.finish(sound=sound)
+        elif saves and sound and (self._one_graph or computed >= self.memory.layers_here):
             saver.save_computed([save[self._rank] for save in saves])
 
     def take_failed(self) -> set[int]:

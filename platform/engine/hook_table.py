@@ -1138,11 +1138,17 @@ TABLE: tuple[Hook, ...] = (
             "build_prom_metrics",
             "shutdown",
             "requires_kv_delivery",
-            "requires_piecewise_for_cudagraph",
             "_get_connector_metadata",
         ),
         HookKind.PUBLIC,
         "Loads blocks from the KV store before a step, and saves them after it.",
+        "kvstore/engine/connector.py",
+    ),
+    Hook(
+        "vllm.forward_context:ForwardContext",
+        ("cudagraph_runtime_mode",),
+        HookKind.READ,
+        "Whether a step is one graph, which makes no calls around its layers.",
         "kvstore/engine/connector.py",
     ),
     Hook(
