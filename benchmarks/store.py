@@ -33,8 +33,10 @@ import torch
 from benchmarks.engine import BLOCK_TOKENS, running_store
 from benchmarks.report import Spread
 from benchmarks.result_files import machine, publish, said_by
+from loomserve.kvstore.engine.transfers.copies import Load, Save
+from loomserve.kvstore.engine.transfers.loader import Loader
 from loomserve.kvstore.engine.transfers.memory import KvMemory, stream_for
-from loomserve.kvstore.engine.transfers.transfer import Load, Loader, Save, Saver
+from loomserve.kvstore.engine.transfers.saver import Saver
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import (

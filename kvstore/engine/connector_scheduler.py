@@ -17,7 +17,7 @@ from loomserve.kvstore.engine.step_pace import StepPace
 from loomserve.kvstore.engine.swap_ledger import SwapLedger
 from loomserve.kvstore.engine.tail_budget import TailBudget
 from loomserve.kvstore.engine.transfer_policy import TransferAll, TransferPolicy
-from loomserve.kvstore.engine.transfers.transfer import Load
+from loomserve.kvstore.engine.transfers.copies import Load
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
 from loomserve.kvstore.server.protocol import HANDED_OVER_BY, PROMPT_CHAIN, Done, Outdated
 

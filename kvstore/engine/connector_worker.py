@@ -12,8 +12,10 @@ import torch
 
 from loomserve.kvstore.engine.messages import StepTransfers, Transferred
 from loomserve.kvstore.engine.transfers.batched_memory import memory_of
+from loomserve.kvstore.engine.transfers.copies import Save
+from loomserve.kvstore.engine.transfers.loader import Loader
 from loomserve.kvstore.engine.transfers.memory import BlockMemory, pinned, stream_for
-from loomserve.kvstore.engine.transfers.transfer import Loader, Save, Saver
+from loomserve.kvstore.engine.transfers.saver import Saver
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.storage.arena import Arena
 

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from loomserve.kvstore.engine.transfers.transfer import Load, Save
+from loomserve.kvstore.engine.transfers.copies import Load, Save
 
 
 @dataclass

@@ -11,7 +11,7 @@ from loomserve.kvstore.engine.request_keys import chain_of, hands_over, tail_end
 from loomserve.kvstore.engine.step_pace import StepPace
 from loomserve.kvstore.engine.swap_ledger import HANDOFF_S
 from loomserve.kvstore.engine.tail_budget import TailBudget
-from loomserve.kvstore.engine.transfers.transfer import Save
+from loomserve.kvstore.engine.transfers.copies import Save
 from loomserve.kvstore.index.radix import KEY_BYTES
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from loomserve.kvstore.engine.namespaces import Namespaces
 from loomserve.kvstore.engine.request_keys import chain_of, keys_of, tail_key_of
 from loomserve.kvstore.engine.step_pace import StepPace
-from loomserve.kvstore.engine.transfers.transfer import Save
+from loomserve.kvstore.engine.transfers.copies import Save
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
 from loomserve.kvstore.server.protocol import Done, Found, Lookup, Release
 

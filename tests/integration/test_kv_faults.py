@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 import torch
 
+from loomserve.kvstore.engine.transfers.copies import Save
 from loomserve.kvstore.engine.transfers.memory import HostStream, KvMemory
-from loomserve.kvstore.engine.transfers.transfer import Save, Saver
+from loomserve.kvstore.engine.transfers.saver import Saver
 from loomserve.kvstore.server import writers as writers_module
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.opening import open_store

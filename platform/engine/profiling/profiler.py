@@ -16,8 +16,10 @@ import numpy as np
 import torch
 
 from loomserve.kvstore.engine.transfers.batched_memory import memory_of
+from loomserve.kvstore.engine.transfers.copies import Load, Save
+from loomserve.kvstore.engine.transfers.loader import Loader
 from loomserve.kvstore.engine.transfers.memory import pinned, stream_for
-from loomserve.kvstore.engine.transfers.transfer import Load, Loader, Save, Saver
+from loomserve.kvstore.engine.transfers.saver import Saver
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.opening import open_store

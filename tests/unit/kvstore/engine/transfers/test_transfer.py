@@ -15,9 +15,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from loomserve.kvstore.engine.transfers import transfer
+from loomserve.kvstore.engine.transfers import saver
+from loomserve.kvstore.engine.transfers.copies import Load, Save
+from loomserve.kvstore.engine.transfers.loader import Loader
 from loomserve.kvstore.engine.transfers.memory import BlockPieces, HostStream, KvMemory
-from loomserve.kvstore.engine.transfers.transfer import Load, Loader, Save, Saver
+from loomserve.kvstore.engine.transfers.saver import Saver
 from loomserve.kvstore.engine.transfers.transfer_time import Copied, TransferTime
 from loomserve.kvstore.index.eviction import lru
 from loomserve.kvstore.index.index import Index
@@ -401,7 +403,7 @@ def test_a_step_that_outlasts_its_reservation_leaves_nothing(
     store: Store, engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, _ = engines
-    monkeypatch.setattr(transfer, "WRITE_S", 0.05)
+    monkeypatch.setattr(saver, "WRITE_S", 0.05)
     one.saver.start([save_of("a", [0, 1])])
     store.settled()
     one.saver.layer_done(0)
@@ -522,7 +524,7 @@ def test_layers_of_few_bytes_are_saved_together(
     worth_a_wake: int,
     copied_after: tuple[int, ...],
 ) -> None:
-    monkeypatch.setattr(transfer, "WORTH_A_WAKE", worth_a_wake * LAYER_BYTES)
+    monkeypatch.setattr(saver, "WORTH_A_WAKE", worth_a_wake * LAYER_BYTES)
     copied: list[int] = []
 
     class Watched(KvMemory):

@@ -1,0 +1,129 @@
+"""Loads of KV blocks from the store into an engine's memory, layer by layer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from loomserve.kvstore.engine.transfers.copies import Load
+from loomserve.kvstore.engine.transfers.transfer import BlockRun, TransferThread, layer_bytes
+from loomserve.kvstore.index.radix import KEY_BYTES
+from loomserve.kvstore.server.protocol import Corrupt, Release
+from loomserve.kvstore.storage.checksum import layer_digest
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadStep:
+    """State of a step's loads. Each step has its own, since the next may begin before it ends.
+
+    ``mark`` is the forward pass's position at the start: until it, other requests may use the
+    blocks.
+    """
+
+    loaded: list[threading.Event]
+    mark: object
+    ahead: threading.Event = field(default_factory=threading.Event)
+    failed: set[int] = field(default_factory=set)
+
+
+class Loader(TransferThread):
+    """Thread that fills an engine's blocks, layer by layer, ahead of the forward pass."""
+
+    _step: LoadStep | None = None
+
+    def start(self, loads: Sequence[Load]) -> None:
+        """Begin a step's loads; the caller waits for each layer, and calls :meth:`finish`."""
+        self._step = LoadStep(self._events(), self._stream.mark())
+        self._thread.submit(self._run, loads, self._step)
+        if any(load.ahead for load in loads):
+            self._wait(self._step.ahead)
+
+    def fetch(self, load: Load) -> Future[set[int]]:
+        """Fill blocks that no step uses yet; the result is the blocks that hold wrong bytes."""
+        return self._thread.submit(self._run, [load], LoadStep(self._events(), self._stream.mark()))
+
+    def wait_layer(self, layer: int) -> None:
+        if self._step is not None:
+            self._wait(self._step.loaded[layer])
+
+    def wait(self) -> None:
+        """Wait for all layers, before a forward pass beside which nothing may be copied."""
+        self.wait_layer(-1)
+
+    def finish(self) -> set[int]:
+        """Wait for the step's loads; returns the engine's blocks that hold wrong bytes."""
+        step, self._step = self._step, None
+        if step is None:
+            return set()
+        self._wait(step.loaded[-1])
+        return step.failed
+
+    def _run(self, loads: Sequence[Load], step: LoadStep) -> set[int]:
+        try:
+            ahead: list[BlockRun] = []
+            copies = self._copies([run for load in loads for run in self._split(load, ahead)])
+            copies_ahead = self._copies(ahead)
+            with self._stream:
+                self._stream.wait(step.mark)
+                for layer in range(self.memory.layers):
+                    step.failed.update(self._load_layer(layer, copies_ahead))
+                step.ahead.set()
+                for layer, event in enumerate(step.loaded):
+                    step.failed.update(self._load_layer(layer, copies))
+                    event.set()
+        except Exception:
+            _logger.exception("loading KV blocks failed; they are computed instead")
+            step.failed.update(block for load in loads for block in load.blocks)
+        finally:
+            for event in (step.ahead, *step.loaded):
+                event.set()
+        self._report(loads, step.failed)
+        return step.failed
+
+    def _split(self, load: Load, ahead: list[BlockRun]) -> Iterator[BlockRun]:
+        keys = load.keys[load.first * KEY_BYTES :]
+        rest = len(load.slots) - load.ahead
+        yield from self._runs(load.namespace, keys, load.slots[:rest], load.blocks[:rest])
+        keys = keys[rest * KEY_BYTES :]
+        ahead += self._runs(load.namespace, keys, load.slots[rest:], load.blocks[rest:])
+
+    def _load_layer(self, layer: int, copies: Sequence[Sequence[BlockRun]]) -> list[int]:
+        """Load a layer; returns the engine's blocks that hold wrong bytes of it."""
+        begin = time.perf_counter()
+        failed: list[int] = []
+        for runs in copies:
+            self.memory.from_host(layer, [run.of(layer) for run in runs])
+            self._stream.settle()
+            for run in runs:
+                failed += self._wrong(layer, run)
+        self.time.add(layer_bytes(layer, copies), time.perf_counter() - begin)
+        return failed
+
+    def _wrong(self, layer: int, run: BlockRun) -> Iterator[int]:
+        """The engine's blocks whose bytes of the layer do not match their checksum.
+
+        The check follows the copy, so it notices a slot that was given to others before or
+        meanwhile. It is of the engine's own bytes, if the CPU can read them.
+        """
+        own = self.memory.on_host(layer, run.first, len(run.seeds))
+        pieces = run.pieces[:, layer] if own is None else own
+        sealed = run.checksums[:, layer].tolist()
+        for block, (piece, checksum, block_seed) in enumerate(
+            zip(pieces, sealed, run.seeds, strict=True), run.first
+        ):
+            if layer_digest(piece, layer, block_seed) != checksum:
+                yield block
+
+    def _report(self, loads: Sequence[Load], failed: set[int]) -> None:
+        for load in loads:
+            bad = [i for i, block in enumerate(load.blocks) if block in failed]
+            if bad:
+                end = (load.first + bad[0] + 1) * KEY_BYTES
+                self._tell(Corrupt(load.namespace, load.keys[:end]))
+        self._tell(Release([load.lease for load in loads]))

@@ -1,0 +1,224 @@
+"""Saves of an engine's KV blocks in the store, layer by layer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from loomserve.kvstore.engine.transfers.copies import Save
+from loomserve.kvstore.engine.transfers.memory import BlockMemory, BlockPieces, HostStream
+from loomserve.kvstore.engine.transfers.transfer import BlockRun, TransferThread, layer_bytes
+from loomserve.kvstore.index.radix import KEY_BYTES
+from loomserve.kvstore.server.client import StoreAwayError, StoreClient, StoreRefusedError
+from loomserve.kvstore.server.protocol import (
+    WRITE_S,
+    Abandon,
+    Commit,
+    Reserve,
+    Reserved,
+    decode_slots,
+)
+from loomserve.kvstore.storage.arena import Arena
+from loomserve.kvstore.storage.checksum import layer_digest
+
+_logger = logging.getLogger(__name__)
+
+WORTH_A_WAKE = 2**20
+"""Bytes: to copy fewer takes less time than to wake a thread for them."""
+
+
+@dataclass
+class SaveStep:
+    """State of a step's saves. Each step has its own, since the next may begin before it ends.
+
+    Attributes:
+        computed: Set when a layer is computed; one event a layer.
+        marks: The forward pass's position at that moment; one a layer.
+        give_up_at: Time (``time.monotonic()``) at which the store gives the slots to others.
+        copied: Set when the engine may overwrite its blocks.
+        judged: Set when ``sound`` is known.
+        sound: Whether the step computed right KV.
+    """
+
+    computed: list[threading.Event]
+    marks: list[object]
+    give_up_at: float
+    copied: threading.Event = field(default_factory=threading.Event)
+    judged: threading.Event = field(default_factory=threading.Event)
+    sound: bool = True
+
+    def in_time(self, event: threading.Event) -> bool:
+        return event.wait(self.give_up_at - time.monotonic())
+
+
+class Saver(TransferThread):
+    """Thread that saves the blocks that a step fills, layer by layer, behind the forward pass.
+
+    ``model`` is the model's name in the store's figures and quotas.
+    """
+
+    _step: SaveStep | None = None
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        arena: Arena,
+        stream: HostStream,
+        store: StoreClient,
+        model: str,
+    ) -> None:
+        super().__init__(memory, arena, stream, store)
+        self._model = model
+        self._refused: set[str] = set()
+
+    @property
+    def running(self) -> bool:
+        """Whether a step's saves have begun and are not finished."""
+        return self._step is not None
+
+    def start(self, saves: Sequence[Save]) -> None:
+        """Begin a step's saves; the caller reports each layer, and calls :meth:`finish`.
+
+        A step before that was not finished, since its forward pass raised, counts as unsound.
+        """
+        self.finish(sound=False)
+        self._step = SaveStep(
+            self._events(), [None] * self.memory.layers, time.monotonic() + WRITE_S
+        )
+        self._thread.submit(self._run, saves, self._step)
+
+    def layer_done(self, layer: int) -> None:
+        """Report that the forward pass has computed the layer's KV."""
+        if self._step is not None:
+            self._step.marks[layer] = self._stream.mark()
+            self._step.computed[layer].set()
+
+    def save_computed(self, saves: Sequence[Save]) -> None:
+        """Save blocks that an earlier step filled, and wait until they may be overwritten."""
+        self.start(saves)
+        for layer in range(self.memory.layers):
+            self.layer_done(layer)
+        self.finish(sound=True)
+
+    def finish(self, *, sound: bool) -> None:
+        """Wait until the engine may overwrite its blocks.
+
+        The store keeps the copies only if the step is ``sound``: a step that used blocks which did
+        not load has computed wrong KV, and so has one that did not reach all layers.
+        """
+        step, self._step = self._step, None
+        if step is None:
+            return
+        step.sound = sound and all(event.is_set() for event in step.computed)
+        for event in step.computed:
+            event.set()
+        self._wait(step.copied)
+        step.judged.set()
+
+    def close(self) -> None:
+        self.finish(sound=False)
+        super().close()
+
+    def _run(self, saves: Sequence[Save], step: SaveStep) -> None:
+        begin = time.thread_time()
+        writers: list[tuple[int, Save]] = []
+        copies: list[list[BlockRun]] = []
+        whole = False
+        try:
+            copies = self._copies(list(self._reserve(saves, writers)))
+            with self._stream:
+                whole = all(
+                    self._save_layer(layer, last, copies, step)
+                    for layer, last in self._layers(copies)
+                )
+        except Exception:
+            _logger.exception("saving KV blocks failed")
+        finally:
+            step.copied.set()
+        kept = step.in_time(step.judged) and step.sound and whole
+        for writer, save in writers:
+            commit = Commit(writer, save.recompute_s, save.keep_s, save.outdated)
+            self._tell(commit if kept else Abandon(writer))
+        blocks = sum(len(run.seeds) for runs in copies for run in runs)
+        self.time.add_saved(blocks, time.thread_time() - begin)
+
+    def _reserve(
+        self, saves: Sequence[Save], writers: list[tuple[int, Save]]
+    ) -> Iterator[BlockRun]:
+        for save in saves:
+            try:
+                room = self._store.ask(
+                    Reserve(
+                        save.namespace,
+                        save.keys,
+                        self._model,
+                        self.memory.layers,
+                        self.memory.layer_bytes,
+                    ),
+                    Reserved,
+                )
+            except StoreRefusedError as error:
+                self._warn_once(str(error))
+                continue
+            except StoreAwayError as error:
+                _logger.debug("%s", error)
+                continue
+            if room.writer:
+                writers.append((room.writer, save))
+            slots = decode_slots(room.slots)
+            blocks = save.blocks[room.first : room.first + len(slots)]
+            yield from self._runs(
+                save.namespace, save.keys[room.first * KEY_BYTES :], slots, blocks
+            )
+
+    def _warn_once(self, refusal: str) -> None:
+        # The refusal stands until the configuration changes, and would repeat in every step.
+        if refusal not in self._refused:
+            self._refused.add(refusal)
+            _logger.warning("nothing of this model is saved: %s", refusal)
+
+    def _layers(self, copies: Sequence[Sequence[BlockRun]]) -> Iterator[tuple[int, int]]:
+        """Each layer with the one until which it waits: of few bytes several are saved at once."""
+        layers = self.memory.layers
+        together = max(1, WORTH_A_WAKE // max(1, layer_bytes(0, copies)))
+        for layer in range(layers):
+            yield layer, min(layer // together * together + together, layers) - 1
+
+    def _save_layer(
+        self, layer: int, last: int, copies: Sequence[Sequence[BlockRun]], step: SaveStep
+    ) -> bool:
+        """Save a layer once ``last`` is computed; returns whether its bytes are whole there."""
+        if not copies:
+            return True
+        if not (step.in_time(step.computed[last]) and step.sound):
+            return False
+        begin = time.perf_counter()
+        self._stream.wait(step.marks[layer])
+        whole = True
+        for runs in copies:
+            self.memory.to_host(layer, [run.of(layer) for run in runs])
+            self._stream.settle()
+            whole = self._seal(layer, runs) and whole
+        self.time.add(layer_bytes(layer, copies), time.perf_counter() - begin)
+        return whole
+
+    def _seal(self, layer: int, runs: Sequence[BlockRun]) -> bool:
+        """Store the layer's checksums; returns whether the slots hold the engine's bytes.
+
+        A writer that the store gave up may still write here, even after the copy. So the checksum
+        is of the engine's bytes; if the CPU cannot read those, the slots are compared with them.
+        """
+        unread: list[BlockPieces] = []
+        for run in runs:
+            own = self.memory.on_host(layer, run.first, len(run.seeds))
+            if own is None:
+                unread.append(run.of(layer))
+            pieces = run.pieces[:, layer] if own is None else own
+            run.checksums[:, layer] = [
+                layer_digest(piece, layer, block_seed)
+                for piece, block_seed in zip(pieces, run.seeds, strict=True)
+            ]
+        return not unread or self.memory.equals_host(layer, unread)
