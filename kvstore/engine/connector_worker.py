@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from loomserve.kvstore.engine.messages import StepTransfers, Transferred
-from loomserve.kvstore.engine.transfers.batched_memory import memory_of
+from loomserve.kvstore.engine.transfers.batched_memory import BatchedMemory, memory_of
 from loomserve.kvstore.engine.transfers.copies import Save
 from loomserve.kvstore.engine.transfers.loader import Loader
 from loomserve.kvstore.engine.transfers.memory import BlockMemory, pinned, stream_for
 from loomserve.kvstore.engine.transfers.saver import Saver
+from loomserve.kvstore.engine.transfers.staging import Staging
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.storage.arena import Arena
 
@@ -24,7 +25,8 @@ class StoreConnectorWorker:
     """Makes each step's copies between this rank's blocks and the store's arena.
 
     Copies run beside the forward pass. They come before and after it where the memory allows none
-    beside it, and where the pass is one CUDA graph: a graph makes no calls around its layers.
+    beside it, and where the pass is one CUDA graph: a graph makes no calls around its layers. Saves
+    of few blocks on a GPU are staged at its end, and no step waits for them.
     """
 
     memory: BlockMemory
@@ -47,12 +49,14 @@ class StoreConnectorWorker:
         self._closing.enter_context(pinned(device, arena.base_address, arena.nbytes))
         address = self._options["address"]
         self.memory = memory
+        staging = Staging(memory, stream_for(device)) if isinstance(memory, BatchedMemory) else None
+        model = self._options["model"]
         # A stream each, so that a GPU copies both ways at once.
         self._threads = (
             Loader(memory, arena, stream_for(device), StoreClient(address)),
             # What is fetched must not keep a step's loads waiting.
             Loader(memory, arena, stream_for(device), StoreClient(address)),
-            Saver(memory, arena, stream_for(device), StoreClient(address), self._options["model"]),
+            Saver(memory, arena, stream_for(device), StoreClient(address), model, staging),
         )
 
     def settle(self) -> None:
@@ -115,8 +119,11 @@ class StoreConnectorWorker:
 
     def before_layer(self, layer_name: str, saves: list[dict[int, Save]]) -> None:
         loader, _, saver = self.threads
-        if saves and not saver.running and self.memory.beside_steps:
-            saver.start([save[self._rank] for save in saves])
+        # That is decided once, before the first layer.
+        if saves and not self._computed and not saver.running and self.memory.beside_steps:
+            mine = [save[self._rank] for save in saves]
+            if not saver.stages(mine):
+                saver.start(mine)
         loader.wait_layer(self.memory.layer_of[layer_name])
 
     def after_layer(self, layer_name: str) -> None:

@@ -125,7 +125,7 @@ class SaveTracker:
             recompute_s = self._block_size * self._pace.s_per_token
             keep_s = HANDOFF_S if hands_over(request) else 0.0
             yield {
-                rank: Save(name, keys, blocks, recompute_s, keep_s, outdated)
+                rank: Save(name, keys, blocks, recompute_s, keep_s, outdated, first=before)
                 for rank, name in enumerate(self._names.of_ranks(request.lora_request))
             }
 

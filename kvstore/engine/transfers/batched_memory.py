@@ -38,6 +38,21 @@ class BatchedMemory(KvMemory):
         super().__init__(kv_caches)
         self._copy = copy
 
+    def beside(self, blocks: int) -> BatchedMemory:
+        """Memory for so many more blocks, on the same device."""
+        shape = (self.layers, blocks, self.layer_bytes)
+        rows = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        return BatchedMemory({str(layer): row for layer, row in enumerate(rows)}, self._copy)
+
+    def take(self, other: BatchedMemory, blocks: Sequence[int], first: int) -> None:
+        """Copy another memory's ``blocks`` to those from ``first`` on, on the current stream."""
+        numbers = torch.tensor(blocks)
+        if self.device.type == "cuda":
+            # From other memory than pinned the caller would wait for all that the stream has to do.
+            numbers = numbers.pin_memory().to(self.device, non_blocking=True)
+        for mine, theirs in zip(self._rows, other._rows, strict=True):
+            torch.index_select(_wide(theirs), 0, numbers, out=_wide(mine)[first:][: len(blocks)])
+
     def to_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
         self._issue(self.blocks_at(layer, runs), pieces_at(runs))
 
@@ -78,6 +93,12 @@ def pieces_at(runs: Sequence[BlockPieces]) -> Addresses:
             for _, pieces in runs
         ]
     )
+
+
+def _wide(rows: torch.Tensor) -> torch.Tensor:
+    """The same by the widest numbers: a GPU gathers bytes one by one."""
+    aligned = not any(size % 8 for size in (rows.shape[1], rows.stride(0), rows.storage_offset()))
+    return rows.view(torch.int64) if aligned else rows
 
 
 def memory_of(kv_caches: Mapping[str, torch.Tensor]) -> KvMemory:

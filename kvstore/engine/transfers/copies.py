@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+NOT_HELD = -1
+"""In the place of the number of a block."""
+
 
 @dataclass(frozen=True)
 class Load:
@@ -29,7 +32,8 @@ class Save:
 
     ``recompute_s`` predicts the seconds to compute one of the blocks again. A reader is on its way,
     so the blocks stay in memory for ``keep_s``. ``outdated`` is the key of a block, not full, that
-    the first of those which the store lacks takes the place of.
+    the first of those which the store lacks takes the place of. Those before ``first`` were saved
+    earlier, and are there unless the store has evicted them.
     """
 
     namespace: bytes
@@ -38,3 +42,4 @@ class Save:
     recompute_s: float
     keep_s: float = 0.0
     outdated: bytes = b""
+    first: int = 0

@@ -128,6 +128,13 @@ class HostStream:
     def settle(self) -> None:
         """Return when the copies issued so far are done."""
 
+    def hold(self) -> Any:
+        """Have what the forward pass issues from now on come after the copies issued so far.
+
+        Called by its thread. Returns a mark of these copies, for another stream's :meth:`wait`.
+        """
+        return None
+
     def __enter__(self) -> None: ...
 
     def __exit__(self, *exception: object) -> None: ...
@@ -153,6 +160,12 @@ class CudaStream(HostStream):
     def settle(self) -> None:
         self._copied.record(self._stream)
         self._copied.synchronize()
+
+    def hold(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        torch.cuda.current_stream().wait_event(event)
+        return event
 
     def __enter__(self) -> None:
         # Which stream is current is of a thread, so the context is made in the one that copies.

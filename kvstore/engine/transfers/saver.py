@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from loomserve.kvstore.engine.transfers.copies import Save
+from loomserve.kvstore.engine.transfers.copies import NOT_HELD, Save
 from loomserve.kvstore.engine.transfers.memory import BlockMemory, BlockPieces, HostStream
+from loomserve.kvstore.engine.transfers.staging import Staged, Staging
 from loomserve.kvstore.engine.transfers.transfer import BlockRun, TransferThread, layer_bytes
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient, StoreRefusedError
@@ -29,12 +30,16 @@ _logger = logging.getLogger(__name__)
 WORTH_A_WAKE = 2**20
 """Bytes: to copy fewer takes less time than to wake a thread for them."""
 
+# Chains whose requests have ended stay among the lost ones.
+_MOST_LOST = 1024
+
 
 @dataclass
 class SaveStep:
     """State of a step's saves. Each step has its own, since the next may begin before it ends.
 
     Attributes:
+        memory: Where the blocks are.
         computed: Set when a layer is computed; one event a layer.
         marks: The forward pass's position at that moment; one a layer.
         give_up_at: Time (``time.monotonic()``) at which the store gives the slots to others.
@@ -43,6 +48,7 @@ class SaveStep:
         sound: Whether the step computed right KV.
     """
 
+    memory: BlockMemory
     computed: list[threading.Event]
     marks: list[object]
     give_up_at: float
@@ -57,7 +63,8 @@ class SaveStep:
 class Saver(TransferThread):
     """Thread that saves the blocks that a step fills, layer by layer, behind the forward pass.
 
-    ``model`` is the model's name in the store's figures and quotas.
+    ``model`` is the model's name in the store's figures and quotas. With ``staging``, computed
+    blocks for which that has room are saved without any wait of the engine.
     """
 
     _step: SaveStep | None = None
@@ -69,9 +76,13 @@ class Saver(TransferThread):
         stream: HostStream,
         store: StoreClient,
         model: str,
+        staging: Staging | None = None,
     ) -> None:
         super().__init__(memory, arena, stream, store)
         self._model = model
+        self._staging = staging
+        # Chains of which the store has lost blocks that were saved before, by their first keys.
+        self._lost: set[bytes] = set()
         self._refused: set[str] = set()
 
     @property
@@ -85,10 +96,13 @@ class Saver(TransferThread):
         A step before that was not finished, since its forward pass raised, counts as unsound.
         """
         self.finish(sound=False)
-        self._step = SaveStep(
-            self._events(), [None] * self.memory.layers, time.monotonic() + WRITE_S
-        )
+        self._lost -= {save.keys[:KEY_BYTES] for save in saves}
+        self._step = self._begin(self.memory, None)
         self._thread.submit(self._run, saves, self._step)
+
+    def _begin(self, memory: BlockMemory, mark: object) -> SaveStep:
+        marks = [mark] * memory.layers
+        return SaveStep(memory, self._events(), marks, time.monotonic() + WRITE_S)
 
     def layer_done(self, layer: int) -> None:
         """Report that the forward pass has computed the layer's KV."""
@@ -96,8 +110,21 @@ class Saver(TransferThread):
             self._step.marks[layer] = self._stream.mark()
             self._step.computed[layer].set()
 
+    def stages(self, saves: Sequence[Save]) -> bool:
+        """Whether the engine would not wait for :meth:`save_computed`, now or later."""
+        return (
+            self._staging is not None
+            and self._staging.of is self.memory
+            and self._staging.fits(saves)
+            and self._lost.isdisjoint(save.keys[:KEY_BYTES] for save in saves)
+        )
+
     def save_computed(self, saves: Sequence[Save]) -> None:
-        """Save blocks that an earlier step filled, and wait until they may be overwritten."""
+        """Save blocks that a step has filled; what is issued after it may overwrite them."""
+        if self._staging is not None and self.stages(saves):
+            self.finish(sound=False)
+            self._thread.submit(self._run_staged, self._staging, self._staging.stage(saves))
+            return
         self.start(saves)
         for layer in range(self.memory.layers):
             self.layer_done(layer)
@@ -121,6 +148,15 @@ class Saver(TransferThread):
     def close(self) -> None:
         self.finish(sound=False)
         super().close()
+
+    def _run_staged(self, staging: Staging, staged: Staged) -> None:
+        step = self._begin(staging.memory, staged.mark)
+        for event in (*step.computed, step.judged):
+            event.set()
+        try:
+            self._run(staged.saves, step)
+        finally:
+            staging.free(staged.part)
 
     def _run(self, saves: Sequence[Save], step: SaveStep) -> None:
         begin = time.thread_time()
@@ -166,10 +202,17 @@ class Saver(TransferThread):
             except StoreAwayError as error:
                 _logger.debug("%s", error)
                 continue
-            if room.writer:
-                writers.append((room.writer, save))
             slots = decode_slots(room.slots)
             blocks = save.blocks[room.first : room.first + len(slots)]
+            if NOT_HELD in blocks:
+                # The chain's next save is of all its blocks, in the engine's own memory.
+                self._tell(Abandon(room.writer))
+                if len(self._lost) == _MOST_LOST:
+                    self._lost.clear()
+                self._lost.add(save.keys[:KEY_BYTES])
+                continue
+            if room.writer:
+                writers.append((room.writer, save))
             yield from self._runs(
                 save.namespace, save.keys[room.first * KEY_BYTES :], slots, blocks
             )
@@ -199,26 +242,27 @@ class Saver(TransferThread):
         self._stream.wait(step.marks[layer])
         whole = True
         for runs in copies:
-            self.memory.to_host(layer, [run.of(layer) for run in runs])
+            step.memory.to_host(layer, [run.of(layer) for run in runs])
             self._stream.settle()
-            whole = self._seal(layer, runs) and whole
+            whole = _seal(step.memory, layer, runs) and whole
         self.time.add(layer_bytes(layer, copies), time.perf_counter() - begin)
         return whole
 
-    def _seal(self, layer: int, runs: Sequence[BlockRun]) -> bool:
-        """Store the layer's checksums; returns whether the slots hold the engine's bytes.
 
-        A writer that the store gave up may still write here, even after the copy. So the checksum
-        is of the engine's bytes; if the CPU cannot read those, the slots are compared with them.
-        """
-        unread: list[BlockPieces] = []
-        for run in runs:
-            own = self.memory.on_host(layer, run.first, len(run.seeds))
-            if own is None:
-                unread.append(run.of(layer))
-            pieces = run.pieces[:, layer] if own is None else own
-            run.checksums[:, layer] = [
-                layer_digest(piece, layer, block_seed)
-                for piece, block_seed in zip(pieces, run.seeds, strict=True)
-            ]
-        return not unread or self.memory.equals_host(layer, unread)
+def _seal(memory: BlockMemory, layer: int, runs: Sequence[BlockRun]) -> bool:
+    """Store the layer's checksums; returns whether the slots hold the engine's bytes.
+
+    A writer that the store gave up may still write here, even after the copy. So the checksum
+    is of the engine's bytes; if the CPU cannot read those, the slots are compared with them.
+    """
+    unread: list[BlockPieces] = []
+    for run in runs:
+        own = memory.on_host(layer, run.first, len(run.seeds))
+        if own is None:
+            unread.append(run.of(layer))
+        pieces = run.pieces[:, layer] if own is None else own
+        run.checksums[:, layer] = [
+            layer_digest(piece, layer, block_seed)
+            for piece, block_seed in zip(pieces, run.seeds, strict=True)
+        ]
+    return not unread or memory.equals_host(layer, unread)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,12 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
+from loomserve.kvstore.engine import connector_worker
 from loomserve.kvstore.engine.connector import StoreConnector
 from loomserve.kvstore.engine.connector_worker import StoreConnectorWorker
 from loomserve.kvstore.engine.messages import StepTransfers
+from loomserve.kvstore.engine.transfers.batched_memory import BatchedMemory
+from tests.unit.kvstore.engine.transfers.test_batched_memory import ByCpu
 from tests.unit.kvstore.engine.transfers.test_transfer import (
     LAYERS,
     Store,
@@ -60,8 +64,14 @@ def _store(tmp_path: Path) -> Iterator[Store]:
     store.server.stop()
 
 
-@pytest.fixture(name="workers")
-def _workers(store: Store) -> Iterator[tuple[Worker, Worker]]:
+@pytest.fixture(name="workers", params=["cpu", "gpu"])
+def _workers(
+    store: Store, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Worker, Worker]]:
+    if request.param == "gpu":
+        # Copied by addresses, and staged.
+        by_cpu = partial(BatchedMemory, copy=ByCpu())
+        monkeypatch.setattr(connector_worker, "memory_of", by_cpu)
     with closing(Worker(store, 1)) as one, closing(Worker(store, 2)) as other:
         yield one, other
 

@@ -163,6 +163,8 @@ class Cuda:
         monkeypatch.setattr(torch.cuda, "Stream", lambda _: self)
         monkeypatch.setattr(torch.cuda, "Event", lambda **how: Event(self.said, **how))
         monkeypatch.setattr(torch.cuda, "stream", lambda _: Current(self.said))
+        step = SimpleNamespace(wait_event=lambda event: self.said.append("the step waits"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: step)
 
     def wait_event(self, event: Event) -> None:
         self.said.append(f"copies wait for {event.name}")
@@ -213,6 +215,12 @@ def test_copies_come_after_the_step_and_only_they_are_waited_for(
             "waited for copies",
             "left",
         ]
+
+
+def test_a_step_waits_for_copies_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    CudaStream(torch.device("cuda", 0)).hold()
+    assert cuda.said == ["the step recorded on the copies' stream", "the step waits"]
 
 
 @pytest.mark.parametrize("error", [0, 2])
