@@ -1,4 +1,4 @@
-"""The KV store behind steps that are one graph each: all is saved and loaded, tokens the same."""
+"""The KV store behind steps that are one graph each, as on GPUs: all comes back, same tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from loomserve.kvstore.server.protocol import HANDED_OVER, HANDS_OVER
 from loomserve.platform.models import catalog
 from tests.integration.conftest import StoredEngine, with_store
 from tests.integration.cores import core
-from tests.integration.one_graph_connector import OneGraphConnector
 from tests.integration.test_kv_connector import blocks_in_memory, prompt
 from tests.waiting import within
 
@@ -27,8 +26,8 @@ def _graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
     arena = Path(f"/dev/shm/loomserve-kv-graphs-{os.getpid()}")
     options = StoreOptions(folder=folder, arena=arena, memory=128 * 2**20)
     connector = options.kv_transfer_config("demo")
-    connector["kv_connector"] = OneGraphConnector.__name__
-    connector["kv_connector_module_path"] = OneGraphConnector.__module__
+    connector["kv_connector"] = "OneGraphConnector"
+    connector["kv_connector_module_path"] = "tests.integration.one_graph_connector"
     with with_store(StoredEngine(None, options)) as engine:
         engine.llm = offline_engine(
             str(catalog.resolve("demo", folder)),
