@@ -252,6 +252,11 @@ class ModelLifecycle:
             # The model's own affair, for which no other must wait.
             _log.error("loading %s failed", model.name, exc_info=error)
             self._fleet.registry.set_failure(model.name, f"{type(error).__name__}: {error}")
+            self._spawn(self._place_again(model.name))
+
+    async def _place_again(self, name: str) -> None:
+        await asyncio.sleep(_FIRST_RETRY_S)
+        await self.place(name)
 
     def _spec(self, model: Model) -> EngineSpec:
         kv_transfer_config = self._kv_transfer_config(model)

@@ -227,6 +227,28 @@ def test_drained_replicas_roles_and_pairs_stay_as_they_were_switched(serve: Fake
     asyncio.run(scenario())
 
 
+def test_a_model_that_serve_does_not_start_is_tried_again_until_it_is(serve: FakeServe) -> None:
+    async def scenario() -> None:
+        async with controlled(first=True) as one:
+            serve.failing = [TimeoutError("60 s"), RuntimeError("away")]
+            await told(one.load(EXTRA))
+            await until(lambda: states(one)[EXTRA.name] is ModelStatus.FAILED)
+            await until(lambda: serve.devices(EXTRA.name))
+            await until(lambda: states(one)[EXTRA.name] is ModelStatus.LOADING)
+            await one.check_health()
+            # One that is unloaded is not.
+            await told(one.unload(EXTRA.name, 0))
+            await until(lambda: EXTRA.name not in states(one))
+            serve.failing = [TimeoutError("60 s")]
+            await told(one.load(EXTRA))
+            await until(lambda: states(one)[EXTRA.name] is ModelStatus.FAILED)
+            await told(one.unload(EXTRA.name, 0))
+            await until(lambda: EXTRA.name not in states(one) and len(one._models._tasks) == 0)
+            assert not serve.devices(EXTRA.name)
+
+    asyncio.run(scenario())
+
+
 def test_a_loop_that_ends_is_noticed_and_a_model_that_cannot_be_loaded_is_not_one(
     serve: FakeServe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
