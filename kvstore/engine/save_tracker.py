@@ -97,6 +97,11 @@ class SaveTracker:
             request_id: before + scheduled.num_scheduled_tokens[request_id]
             for request_id, before in _computed_tokens(scheduled).items()
         }
+        # What a request begins with is from the store, or was saved when it was computed.
+        found = {
+            new.req_id: new.num_computed_tokens // self._block_size
+            for new in scheduled.scheduled_new_reqs
+        }
         room = self._tails.blocks(now) > 0
         new = [
             request_id
@@ -122,10 +127,11 @@ class SaveTracker:
             if _NULL_BLOCK in blocks:
                 # A sliding window has passed them, and their KV is gone.
                 continue
+            first = min(max(before, found.get(request_id, 0)), len(blocks))
             recompute_s = self._block_size * self._pace.s_per_token
             keep_s = HANDOFF_S if hands_over(request) else 0.0
             yield {
-                rank: Save(name, keys, blocks, recompute_s, keep_s, outdated, first=before)
+                rank: Save(name, keys, blocks, recompute_s, keep_s, outdated, first)
                 for rank, name in enumerate(self._names.of_ranks(request.lora_request))
             }
 

@@ -46,7 +46,7 @@ class BatchedMemory(KvMemory):
 
     def take(self, other: BatchedMemory, blocks: Sequence[int], first: int) -> None:
         """Copy another memory's ``blocks`` to those from ``first`` on, on the current stream."""
-        numbers = torch.tensor(blocks)
+        numbers = torch.tensor(blocks, dtype=torch.int64)
         if self.device.type == "cuda":
             # From other memory than pinned the caller would wait for all that the stream has to do.
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)

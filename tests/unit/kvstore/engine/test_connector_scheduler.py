@@ -102,13 +102,18 @@ def asked(tokens: int = 10, **given: Any) -> Any:
 
 
 def step(
-    half: StoreConnectorScheduler, request: Any, tokens: int, table: Sequence[int], now: float = 1.0
+    half: StoreConnectorScheduler,
+    request: Any,
+    tokens: int,
+    table: Sequence[int],
+    now: float = 1.0,
+    found: int = 0,
 ) -> Any:
-    """A step that computes the request's first tokens."""
+    """A step that computes the request's first tokens, but for those that were found."""
     scheduled = SimpleNamespace(
         total_num_scheduled_tokens=tokens,
-        num_scheduled_tokens={request.request_id: tokens},
-        scheduled_new_reqs=[SimpleNamespace(req_id=request.request_id, num_computed_tokens=0)],
+        num_scheduled_tokens={request.request_id: tokens - found},
+        scheduled_new_reqs=[SimpleNamespace(req_id=request.request_id, num_computed_tokens=found)],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
         kv_connector_block_state=SimpleNamespace(block_ids={request.request_id: (list(table),)}),
     )
@@ -245,8 +250,19 @@ def test_full_blocks_are_saved_once_and_only_as_many_as_the_policy_allows(
     assert [len(one.keys) // KEY_BYTES for one in save.values()] == [1, 1]
     half.policy = Policy()
     (save,) = step(half, request, 12, [5, 6, 7]).saves
-    assert save[0].blocks == [5, 6, 7]
+    assert (save[0].blocks, save[0].first) == ([5, 6, 7], 1)
     assert step(half, request, 12, [5, 6, 7]).saves == []
+
+
+@pytest.mark.parametrize(("found", "early", "first"), [(0, 9, 0), (8, 9, 2), (8, 1, 1)])
+def test_a_save_says_which_of_its_blocks_are_new(
+    half: StoreConnectorScheduler, found: int, early: int, first: int
+) -> None:
+    request = asked(12)
+    half.add(request)
+    half.policy = Policy(early=early)
+    (save,) = step(half, request, 12, [5, 6, 7], found=found).saves
+    assert save[0].first == first
 
 
 def test_the_block_that_an_answer_fills_is_saved_in_parts_each_in_the_place_of_the_last(

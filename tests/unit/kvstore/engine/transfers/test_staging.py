@@ -137,6 +137,15 @@ def test_a_chain_that_the_store_has_lost_is_saved_anew_by_its_next_save(
     assert gpu.saver.stages([replace(save_of("a", [*blocks, 1]), first=4)])
 
 
+def test_a_chain_without_new_blocks_is_saved_if_the_store_lacks_it(store: Store, gpu: Gpu) -> None:
+    save = replace(save_of("a", [7, 2]), first=2)
+    for staged in (True, False, True):
+        assert gpu.saver.stages([save]) == staged
+        gpu.saver.save_computed([save])
+        settled(store, gpu)
+    assert_stored(store, gpu, "a", gpu.caches[:, [7, 2]])
+
+
 def test_other_memory_than_that_which_is_staged_is_waited_for(store: Store, gpu: Gpu) -> None:
     other = random_caches(4)
     gpu.saver.memory = BatchedMemory(dict(zip("abc", other, strict=True)), ByCpu())
