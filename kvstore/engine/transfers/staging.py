@@ -15,7 +15,7 @@ from loomserve.kvstore.engine.transfers.batched_memory import BatchedMemory
 from loomserve.kvstore.engine.transfers.copies import NOT_HELD, Save
 from loomserve.kvstore.engine.transfers.memory import HostStream
 
-STEP_BYTES = 2**26
+STEP_BYTES = 2**27
 """The most of a step. As much of another may still be on its way to the store."""
 
 
