@@ -14,9 +14,9 @@ from loomserve.platform.devices.gpus import Gpu
 # What an engine on a CPU, forked by its node's fork server, and its replica have of their own,
 # without weights and KV; measured (docs/placement.md), and a quarter more.
 ENGINE_BYTES = 192 * 2**20
-# The same of an engine on a GPU, once in the GPU's memory, for its context and activations, and
-# once in the host's: a guess.
-GPU_ENGINE_BYTES = 1.25 * 2**30
+# The same of an engine on a GPU, once in the GPU's memory, for its context, activations and what is
+# staged on its way to the KV store, and once in the host's: a guess.
+GPU_ENGINE_BYTES = 1.5 * 2**30
 # Each worker process of a pipeline's engine.
 STAGE_BYTES = 0.75 * 2**30
 # A computing process with torch and transformers, without weights and KV.
