@@ -142,8 +142,9 @@ class ModelLifecycle:
         self._fleet.registry.add(model, least_replicas(model), _first(model), why)
         self._spawn(self._deploy(model))
 
-    async def place(self, name: str) -> None:
+    async def place(self, name: str, pause_s: float = 0.0) -> None:
         """Have Serve start and end a model's replicas until there are as many as there shall be."""
+        await asyncio.sleep(pause_s)
         work = partial(self._replicas.settle, name)
         await self._until_done(f"placing the replicas of {name}", work)
 
@@ -252,11 +253,7 @@ class ModelLifecycle:
             # The model's own affair, for which no other must wait.
             _log.error("loading %s failed", model.name, exc_info=error)
             self._fleet.registry.set_failure(model.name, f"{type(error).__name__}: {error}")
-            self._spawn(self._place_again(model.name))
-
-    async def _place_again(self, name: str) -> None:
-        await asyncio.sleep(_FIRST_RETRY_S)
-        await self.place(name)
+            self._spawn(self.place(model.name, _FIRST_RETRY_S))
 
     def _spec(self, model: Model) -> EngineSpec:
         kv_transfer_config = self._kv_transfer_config(model)
