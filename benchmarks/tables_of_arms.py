@@ -243,7 +243,8 @@ def rebalance(result: Result) -> str:
         row("moves", "moves"),
         row("requests that failed", "failed"),
     ]
-    said = f"Medians of {result.data['runs']} runs."
+    runs = result.data["runs"]
+    said = f"Medians of {runs} runs." if runs > 1 else "One run of each arm."
     return with_head(said, ["", *(f"`{arm}`" for arm in arms)], rows)
 
 
@@ -416,6 +417,9 @@ TEXTS = {
     "overhead-source": overhead_source,
     "woven-over-nothing": spread_of("weave", "hot_peak_vs_dedicated", digits=3),
     "woven-over-stock": spread_of("weave", "hot_peak_vs_stock", digits=3),
+    "replicas-goodput": spread_of("rebalance_replicas", "goodput_vs_static"),
+    "replicas-tokens": spread_of("rebalance_replicas", "throughput_vs_static"),
+    "replicas-first-token": spread_of("rebalance_replicas", "p99_ttft_vs_static"),
     "documents-again": spread_of("documents", "over", "no_store", "again", "ttft_p50"),
     "documents-by-prefix": spread_of("documents", "over", "prefix_router", "again", "ttft_p50"),
     "documents-restarted": spread_of("documents", "over", "stock", "after_restart", "ttft_p50"),
