@@ -1,9 +1,10 @@
-"""Tables of one mechanism by itself: moves of shards, HELR's map, transfers of the KV store."""
+"""Tables of one mechanism by itself: moves of shards, HELR's map, the KV store, continuation."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from benchmarks.result_files import Result
 from benchmarks.table_text import counted_runs, figure, number, spread, with_head
@@ -89,8 +90,7 @@ def transfer(result: Result) -> str:
 
 def _hidden(points: list[Mapping[str, float]], way: str) -> str:
     shares = [each[f"{way}_hidden_share"] for each in points]
-    of = {"median": statistics.median(shares), "min": min(shares), "max": max(shares)}
-    return spread(of, digits=3)
+    return spread(of_runs(shares), digits=3)
 
 
 def disaggregation(result: Result) -> str:
@@ -136,11 +136,46 @@ def step_overhead(result: Result) -> str:
     return with_head(f"{counted_runs(len(data['runs']))}.", head, rows)
 
 
+def continuation(result: Result) -> str:
+    """What clients see when an engine is killed or drained in mid-stream."""
+    data = result.data
+
+    def row(of: Mapping[str, Any]) -> list[str]:
+        name, _, _ = of["scenario"].partition(",")
+        what = name.replace("kill_at_", "killed at token ").replace("drain", "drained")
+        medians = of["pause_ms_p50_by_run"]
+        return [
+            what,
+            str(of["streams"]),
+            f"{of['context']:,} tokens" if of["context"] else "none",
+            spread(of_runs(medians) | {"median": of["pause_ms_p50"]}, "ms"),
+            f"{number(of['pause_ms_p99'])} ms (n = {of['pause_ms_n']})",
+            f"{number(of['others_gap_ms_p50'])} ms",
+            spread(of_runs(of["drain_s"]), "s") if of["drain_s"] else "",
+        ]
+
+    tokens = data["scenarios"][0]["tokens"]
+    said = (
+        f"{counted_runs(data['runs'])} of each, streams of {tokens} tokens: "
+        f"{data['lost_streams']} streams lost, {data['wrong_tokens']} different."
+    )
+    head = [
+        *("", "streams", "context", "pause, p50 and of runs", "p99"),
+        *("longest gaps of the others, p50", "empty after"),
+    ]
+    return with_head(said, head, [row(of) for of in data["scenarios"]])
+
+
+def of_runs(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
 TABLES: Mapping[str, Callable[[Result], str]] = {
     "migrate": migrate,
     "helr": helr,
     "transfer": transfer,
     "disaggregation": disaggregation,
     "step_overhead": step_overhead,
+    "continuation": continuation,
 }
 """By the name of the file."""
