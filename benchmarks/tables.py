@@ -292,6 +292,8 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "engine-back": inline("start", "engine_back_s", unit="s"),
     "overhead-memory": inline("overhead", "comparisons", "loomserve", "memory_gib", unit="GiB"),
     "overhead-bare-memory": inline("overhead", "comparisons", "noise", "memory_gib", unit="GiB"),
+    "pause": tables_of_mechanisms.pause_of("kill_at_10, 8 streams, context 0"),
+    "pause-context": tables_of_mechanisms.pause_of("kill_at_10, 8 streams, context 1000"),
     **tables_of_arms.TEXTS,
     **tables_of_gpus.TEXTS,
     **{

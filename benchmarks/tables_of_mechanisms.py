@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.result_files import Result
+from benchmarks.result_files import Result, cited
 from benchmarks.table_text import counted_runs, figure, number, spread, with_head
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -164,6 +164,18 @@ def continuation(result: Result) -> str:
         *("longest gaps of the others, p50", "empty after"),
     ]
     return with_head(said, head, [row(of) for of in data["scenarios"]])
+
+
+def pause_of(scenario: str) -> Callable[[], str]:
+    """The median pause of a scenario, within a sentence."""
+
+    def text() -> str:
+        (of,) = (
+            one for one in cited("continuation").data["scenarios"] if one["scenario"] == scenario
+        )
+        return f"{number(of['pause_ms_p50'] / 1000)} s"
+
+    return text
 
 
 def of_runs(values: Sequence[float]) -> dict[str, float]:
