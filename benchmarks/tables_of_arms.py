@@ -22,9 +22,8 @@ def _ratio(of: Mapping[str, Any], name: str, unit: str = "") -> str:
     return figure(of, name, unit, 3) if name in of else ""
 
 
-def overhead_of(arm: str, load: str) -> Callable[[], str]:
+def overhead_of(file: str, arm: str, load: str) -> Callable[[], str]:
     """Output tokens of an arm over bare vLLM's, within a sentence."""
-    file = "overhead_default" if arm == "default" else "overhead"
     return lambda: _ratio(cited(file).data["comparisons"][arm], f"throughput_ratio_{load}")
 
 
@@ -390,6 +389,7 @@ def spread_of(name: str, *path: str, digits: int = 2) -> Callable[[], str]:
 TABLES: Mapping[str, Callable[[Result], str]] = {
     "overhead": overhead_of_models,
     "overhead_default": overhead,
+    "overhead_default_epyc": overhead,
     "weave": weave,
     "weave_curve": weave_curve,
     "weave_budgets": weave_budgets,
@@ -410,8 +410,12 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
 TEXTS = {
     **{name.replace("_", "-"): of_file(name, made) for name, made in TABLES.items()},
     **{
-        f"overhead-{arm}-{load}": overhead_of(arm, load)
-        for arm in ("loomserve", "default")
+        f"overhead-{name}-{load}": overhead_of(file, arm, load)
+        for name, file, arm in (
+            ("loomserve", "overhead", "loomserve"),
+            ("default", "overhead_default", "default"),
+            ("epyc", "overhead_default_epyc", "default"),
+        )
         for load in ("8", "32")
     },
     "overhead-source": overhead_source,
