@@ -51,7 +51,8 @@ class BatchedMemory(KvMemory):
             # From other memory than pinned the caller would wait for all that the stream has to do.
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
         for mine, theirs in zip(self._rows, other._rows, strict=True):
-            torch.index_select(_wide(theirs), 0, numbers, out=_wide(mine)[first:][: len(blocks)])
+            to, source = _widest(mine[first : first + len(blocks)], theirs)
+            torch.index_select(source, 0, numbers, out=to)
 
     def to_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
         self._issue(self.blocks_at(layer, runs), pieces_at(runs))
@@ -95,10 +96,11 @@ def pieces_at(runs: Sequence[BlockPieces]) -> Addresses:
     )
 
 
-def _wide(rows: torch.Tensor) -> torch.Tensor:
-    """The same by the widest numbers: a GPU gathers bytes one by one."""
-    aligned = not any(size % 8 for size in (rows.shape[1], rows.stride(0), rows.storage_offset()))
-    return rows.view(torch.int64) if aligned else rows
+def _widest(*rows: torch.Tensor) -> list[torch.Tensor]:
+    """The same by the widest numbers that all allow: a GPU gathers bytes one by one."""
+    sizes = [(each.shape[1], each.stride(0), each.storage_offset()) for each in rows]
+    aligned = not any(size % 8 for each in sizes for size in each)
+    return [each.view(torch.int64) for each in rows] if aligned else list(rows)
 
 
 def memory_of(kv_caches: Mapping[str, torch.Tensor]) -> KvMemory:

@@ -148,6 +148,19 @@ def test_a_batch_has_no_more_bytes_than_its_memory_says(
     engine.close()
 
 
+@pytest.mark.parametrize("apart", [64, 66], ids=["aligned", "not aligned"])
+def test_blocks_are_gathered_whatever_lies_between_them(apart: int) -> None:
+    cache = torch.randn(BLOCKS, apart).to(torch.bfloat16)[:, :64]
+    memory = BatchedMemory({"layer": cache}, ByCpu())
+    beside = memory.beside(5)
+    beside.take(memory, [7, 0, 9], 1)
+    pieces = slots(BlockLayout(1, memory.layer_bytes), 3)
+    beside.to_host(0, [BlockPieces(1, pieces[:, 0])])
+    assert (
+        pieces[:, 0].tobytes() == cache[[7, 0, 9]].contiguous().view(torch.uint8).numpy().tobytes()
+    )
+
+
 def test_memory_of_a_cpu_is_copied_without_addresses() -> None:
     assert type(memory_of(caches("LBNHC"))) is KvMemory
 
