@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -50,9 +51,25 @@ class BatchedMemory(KvMemory):
         if self.device.type == "cuda":
             # From other memory than pinned the caller would wait for all that the stream has to do.
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
-        for mine, theirs in zip(self._rows, other._rows, strict=True):
-            to, source = _widest(mine[first : first + len(blocks)], theirs)
-            torch.index_select(source, 0, numbers, out=to)
+        for mine, theirs in zip(*self._alike(other), strict=True):
+            torch.index_select(theirs, 0, numbers, out=mine[first : first + len(blocks)])
+
+    def _alike(self, other: BatchedMemory) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """All layers of both by the widest numbers that both allow."""
+        if self._words is None or other._words is None:
+            return self._rows, other._rows
+        return self._words, other._words
+
+    @cached_property
+    def _words(self) -> list[torch.Tensor] | None:
+        """All layers by numbers of eight bytes, as a GPU gathers single ones one by one.
+
+        None: they are not aligned.
+        """
+        sizes = [(each.shape[1], each.stride(0), each.storage_offset()) for each in self._rows]
+        if any(size % 8 for each in sizes for size in each):
+            return None
+        return [each.view(torch.int64) for each in self._rows]
 
     def to_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
         self._issue(self.blocks_at(layer, runs), pieces_at(runs))
@@ -94,13 +111,6 @@ def pieces_at(runs: Sequence[BlockPieces]) -> Addresses:
             for _, pieces in runs
         ]
     )
-
-
-def _widest(*rows: torch.Tensor) -> list[torch.Tensor]:
-    """The same by the widest numbers that all allow: a GPU gathers bytes one by one."""
-    sizes = [(each.shape[1], each.stride(0), each.storage_offset()) for each in rows]
-    aligned = not any(size % 8 for each in sizes for size in each)
-    return [each.view(torch.int64) for each in rows] if aligned else list(rows)
 
 
 def memory_of(kv_caches: Mapping[str, torch.Tensor]) -> KvMemory:

@@ -43,3 +43,7 @@ class Save:
     keep_s: float = 0.0
     outdated: bytes = b""
     first: int = 0
+
+    @property
+    def new_blocks(self) -> Sequence[int]:
+        return self.blocks[self.first :]

@@ -46,12 +46,13 @@ class Staging:
 
     def fits(self, saves: Sequence[Save]) -> bool:
         """Whether there is room; it stays so until it is taken."""
-        return bool(self._free) and self._new_blocks(saves) <= self._part_blocks
+        new = sum(len(save.new_blocks) for save in saves)
+        return bool(self._free) and new <= self._part_blocks
 
     def stage(self, saves: Sequence[Save]) -> Staged:
         """Copy the new blocks of saves that fit, before what the engine's thread issues next."""
         part = self._free.popleft()
-        blocks = [block for save in saves for block in save.blocks[save.first :]]
+        blocks = [block for save in saves for block in save.new_blocks]
         step = self._stream.mark()
         with self._stream:
             self._stream.wait(step)
@@ -62,15 +63,12 @@ class Staging:
         """Give back what was staged."""
         self._free.append(part)
 
-    def _new_blocks(self, saves: Sequence[Save]) -> int:
-        return sum(len(save.blocks) - save.first for save in saves)
-
 
 def _placed(saves: Sequence[Save], first: int) -> list[Save]:
     """Saves whose new blocks lie in a row from ``first`` on."""
     placed = []
     for save in saves:
-        end = first + len(save.blocks) - save.first
+        end = first + len(save.new_blocks)
         placed.append(replace(save, blocks=[NOT_HELD] * save.first + list(range(first, end))))
         first = end
     return placed
