@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from loomserve.kvstore.server.opening import open_store
+from loomserve.kvstore.server.opening import start_server
 from loomserve.kvstore.server.options import StoreOptions
-from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
@@ -56,8 +55,7 @@ def running_store(folder: Path, memory: int = 768 * 2**20) -> Iterator[StoreOpti
         arena=Path(f"/dev/shm/loomserve-kv-bench-{os.getpid()}"),
         memory=memory,
     )
-    server = StoreServer(open_store(options), options.address)
-    server.start()
+    server, _ = start_server(options)
     try:
         yield options
     finally:

@@ -28,9 +28,8 @@ from typing import Any
 from benchmarks.engine import end, engine_options, offline_engine, save_llama
 from benchmarks.report import Spread
 from benchmarks.result_files import machine, publish, said_by
-from loomserve.kvstore.server.opening import open_store
+from loomserve.kvstore.server.opening import start_server
 from loomserve.kvstore.server.options import StoreOptions
-from loomserve.kvstore.server.server import StoreServer
 
 ARMS = ("vllm", "scheduler", "store")
 REQUESTS = (8, 32)
@@ -95,8 +94,7 @@ def serve_arm(arm: str, model: Path, folder: Path) -> None:
 
 
 def serve_store(folder: Path) -> None:
-    options = options_in(folder)
-    StoreServer(open_store(options), options.address).start()
+    start_server(options_in(folder))
     print("up", flush=True)
     sys.stdin.read()
 

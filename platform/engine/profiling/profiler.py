@@ -22,10 +22,9 @@ from loomserve.kvstore.engine.transfers.memory import pinned, stream_for
 from loomserve.kvstore.engine.transfers.saver import Saver
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.client import StoreClient
-from loomserve.kvstore.server.opening import open_store
+from loomserve.kvstore.server.opening import start_server
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import Done, Flush, Found, Lookup, Release, decode_slots
-from loomserve.kvstore.server.server import StoreServer
 from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.storage.checksum import BlockLayout
 from loomserve.platform.base.errors import StartError
@@ -206,8 +205,7 @@ def _running_store(memory: int) -> Iterator[StoreOptions]:
             arena=Path(f"/dev/shm/loomserve-profile-{os.getpid()}"),
             memory=memory,
         )
-        server = StoreServer(open_store(store_options), store_options.address)
-        server.start()
+        server, _ = start_server(store_options)
         try:
             yield store_options
         finally:
