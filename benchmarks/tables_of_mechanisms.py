@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
+from benchmarks.report import Spread
 from benchmarks.result_files import Result, cited
 from benchmarks.table_text import counted_runs, figure, number, spread, with_head
 
@@ -90,7 +91,7 @@ def transfer(result: Result) -> str:
 
 def _hidden(points: list[Mapping[str, float]], way: str) -> str:
     shares = [each[f"{way}_hidden_share"] for each in points]
-    return spread(of_runs(shares), digits=3)
+    return spread(asdict(Spread.of(shares)), digits=3)
 
 
 def disaggregation(result: Result) -> str:
@@ -148,10 +149,10 @@ def continuation(result: Result) -> str:
             what,
             str(of["streams"]),
             f"{of['context']:,} tokens" if of["context"] else "none",
-            spread(of_runs(medians) | {"median": of["pause_ms_p50"]}, "ms"),
+            spread(asdict(Spread.of(medians)) | {"median": of["pause_ms_p50"]}, "ms"),
             f"{number(of['pause_ms_p99'])} ms (n = {of['pause_ms_n']})",
             f"{number(of['others_gap_ms_p50'])} ms",
-            spread(of_runs(of["drain_s"]), "s") if of["drain_s"] else "",
+            spread(asdict(Spread.of(of["drain_s"])), "s") if of["drain_s"] else "",
         ]
 
     tokens = data["scenarios"][0]["tokens"]
@@ -176,10 +177,6 @@ def pause_of(scenario: str) -> Callable[[], str]:
         return f"{number(of['pause_ms_p50'] / 1000)} s"
 
     return text
-
-
-def of_runs(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 TABLES: Mapping[str, Callable[[Result], str]] = {
