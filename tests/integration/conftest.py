@@ -113,6 +113,22 @@ def with_store(engine: _Stored) -> Iterator[_Stored]:
     engine.options.arena.unlink(missing_ok=True)
 
 
+def exact_engine(folder: Path, kv_transfer_config: dict[str, Any]) -> Any:
+    """An engine of the demo model; ``folder`` is where a relative path of it would begin."""
+    return offline_engine(
+        str(catalog.resolve("demo", folder)),
+        kv_transfer_config,
+        core=core(),
+        # On every machine, so that a block has one size, and an answer the same tokens.
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        kv_cache_memory_bytes=96 * 2**20,
+        **ONE_PROCESS,
+    )
+
+
 @pytest.fixture(scope="package")
 def stored_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
     folder = tmp_path_factory.mktemp("kv")
@@ -125,18 +141,7 @@ def stored_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEn
         ssd=1024 * 2**20,
     )
     with with_store(StoredEngine(None, options)) as engine:
-        engine.llm = offline_engine(
-            str(catalog.resolve("demo", folder)),
-            options.kv_transfer_config("demo"),
-            core=core(),
-            # On every machine, so that a block has one size, and an answer the same tokens.
-            dtype="float32",
-            max_model_len=1024,
-            max_num_seqs=4,
-            max_num_batched_tokens=256,
-            kv_cache_memory_bytes=96 * 2**20,
-            **ONE_PROCESS,
-        )
+        engine.llm = exact_engine(folder, options.kv_transfer_config("demo"))
         yield engine
 
 

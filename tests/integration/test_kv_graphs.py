@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine import BLOCK_TOKENS, ONE_PROCESS, offline_engine
+from benchmarks.engine import BLOCK_TOKENS
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import HANDED_OVER, HANDS_OVER
-from loomserve.platform.models import catalog
-from tests.integration.conftest import StoredEngine, with_store
-from tests.integration.cores import core
+from tests.integration.conftest import StoredEngine, exact_engine, with_store
 from tests.integration.test_kv_connector import blocks_in_memory, prompt
 from tests.waiting import within
 
@@ -29,17 +27,7 @@ def _graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
     connector["kv_connector"] = "OneGraphConnector"
     connector["kv_connector_module_path"] = "tests.integration.one_graph_connector"
     with with_store(StoredEngine(None, options)) as engine:
-        engine.llm = offline_engine(
-            str(catalog.resolve("demo", folder)),
-            connector,
-            core=core(),
-            dtype="float32",
-            max_model_len=1024,
-            max_num_seqs=4,
-            max_num_batched_tokens=256,
-            kv_cache_memory_bytes=96 * 2**20,
-            **ONE_PROCESS,
-        )
+        engine.llm = exact_engine(folder, connector)
         yield engine
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.engine import ONE_PROCESS, end, offline_engine
+from benchmarks.engine import end
 from loomserve.kvstore.peers.members import Member
 from loomserve.kvstore.peers.network import PeerNetwork
 from loomserve.kvstore.server.opening import start_server
@@ -30,9 +30,7 @@ from loomserve.kvstore.server.protocol import (
     NetworkUsage,
 )
 from loomserve.kvstore.storage.arena import Arena
-from loomserve.platform.models import catalog
-from tests.integration.conftest import StoredEngine
-from tests.integration.cores import core
+from tests.integration.conftest import StoredEngine, exact_engine
 from tests.waiting import within
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -122,18 +120,7 @@ def _nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         stack.callback(server.stop)
         engines = []
         for one in options:
-            llm = offline_engine(
-                str(catalog.resolve("demo", folder)),
-                one.kv_transfer_config("demo"),
-                core=core(),
-                # On every machine, so that a block has one size, and an answer the same tokens.
-                dtype="float32",
-                max_model_len=1024,
-                max_num_seqs=4,
-                max_num_batched_tokens=256,
-                kv_cache_memory_bytes=96 * 2**20,
-                **ONE_PROCESS,
-            )
+            llm = exact_engine(folder, one.kv_transfer_config("demo"))
             stack.callback(end, llm)
             engines.append(StoredEngine(llm, one))
         nodes = Nodes(*engines, process, pipe, network)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +27,7 @@ from tests.unit.kvstore.engine.transfers.test_transfer import (
     chain,
     random_caches,
     save_of,
-    store_in,
+    saved,
 )
 
 NAMES = [f"layer {number}" for number in range(LAYERS)]
@@ -44,10 +43,8 @@ class Worker(StoreConnectorWorker):
         self.register({name: self.caches[layer] for layer, name in enumerate(NAMES)})
 
     def settled(self, store: Store) -> None:
-        """All that was to be saved is."""
         *_, saver = self.threads
-        saver._thread.submit(int).result()
-        store.settled()
+        saved(saver, store)
 
     def compute(self, values: torch.Tensor, saves: Sequence[Any], layers: int = LAYERS) -> None:
         """A forward pass with calls around each layer."""
@@ -55,13 +52,6 @@ class Worker(StoreConnectorWorker):
             self.before_layer(name, list(saves))
             self.caches[layer] = values[layer]
             self.after_layer(name)
-
-
-@pytest.fixture(name="store")
-def _store(tmp_path: Path) -> Iterator[Store]:
-    store = store_in(tmp_path)
-    yield store
-    store.server.stop()
 
 
 @pytest.fixture(name="workers", params=["cpu", "gpu"])

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +29,6 @@ from tests.unit.kvstore.engine.transfers.test_transfer import (
     chain,
     random_caches,
     save_of,
-    store_in,
 )
 
 HEADS, TOKENS, HEAD = 2, 4, 16
@@ -103,13 +101,6 @@ def test_what_batches_copy_is_what_copies_one_by_one_do(layout: str) -> None:
     mine[5, 0, -1] ^= 1
     runs = [BlockPieces(12, mine[4:, 0])]
     assert not batched.equals_host(0, runs)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = store_in(tmp_path)
-    yield store
-    store.server.stop()
 
 
 @pytest.mark.parametrize("saver", ["batched", "plain"])

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,18 +27,11 @@ from tests.unit.kvstore.engine.transfers.test_transfer import (
     chain,
     random_caches,
     save_of,
-    store_in,
+    saved,
 )
 
 PART = 3
 """Blocks of a step for which there is room."""
-
-
-@pytest.fixture(name="store")
-def _store(tmp_path: Path) -> Iterator[Store]:
-    store = store_in(tmp_path)
-    yield store
-    store.server.stop()
 
 
 class Gpu:
@@ -70,15 +62,9 @@ def _gpu(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     gpu.saver.close()
 
 
-def settled(store: Store, gpu: Gpu) -> None:
-    """All that was to be saved is."""
-    gpu.saver._thread.submit(int).result()
-    store.settled()
-
-
 def assert_stored(store: Store, gpu: Gpu, name: str, values: torch.Tensor) -> None:
     """The chain has these bytes, ``[layers, blocks, ...]``, and no block more."""
-    settled(store, gpu)
+    saved(gpu.saver, store)
     count = values.shape[1]
     assert store.found(chain(name, count + 1)) == count
     reader = Engine(store, 2)
@@ -128,7 +114,7 @@ def test_a_chain_that_the_store_has_lost_is_saved_anew_by_its_next_save(
 ) -> None:
     blocks = [7, 2, 9, 4]
     gpu.saver.save_computed([replace(save_of("a", blocks[:3]), first=2), save_of("b", [5])])
-    settled(store, gpu)
+    saved(gpu.saver, store)
     assert (store.found(chain("a", 3)), store.found(chain("b", 1))) == (0, 1)
     save: Save = replace(save_of("a", blocks), first=3)
     assert not gpu.saver.stages([save])
@@ -142,7 +128,7 @@ def test_a_chain_without_new_blocks_is_saved_if_the_store_lacks_it(store: Store,
     for staged in (True, False, True):
         assert gpu.saver.stages([save]) == staged
         gpu.saver.save_computed([save])
-        settled(store, gpu)
+        saved(gpu.saver, store)
     assert_stored(store, gpu, "a", gpu.caches[:, [7, 2]])
 
 

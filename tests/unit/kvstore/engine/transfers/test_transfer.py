@@ -159,6 +159,12 @@ class Store:
         until(lambda: self.usage().writers == 0)
 
 
+def saved(saver: Saver, store: Store) -> None:
+    """All that was to be saved is."""
+    saver._thread.submit(int).result()
+    store.settled()
+
+
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not condition():
@@ -177,14 +183,6 @@ def store_in(folder: Path, extents: int = 8) -> Store:
     server = StoreServer(blocks, address)
     server.start()
     return Store(folder, server, StoreClient(address, timeout_ms=5000))
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = store_in(tmp_path)
-    yield store
-    if store.server.alive:
-        store.server.stop()
 
 
 @pytest.fixture
