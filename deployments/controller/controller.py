@@ -151,9 +151,9 @@ class Controller(PlanMethods):
         await self._publish()
         return desired.model_copy(update={"generation": self._generation})
 
-    async def watch(self, version: int) -> Routes:
+    async def watch(self, version: int, gateway: str) -> Routes:
         """The routes, as soon as they differ from ``version``; at the latest after 25 s."""
-        return await self._routes.watch(version)
+        return await self._routes.watch(version, gateway)
 
     async def engines(self) -> ServedEngines:
         """All models, each with the last heartbeats of its live replicas."""
@@ -261,16 +261,17 @@ class Controller(PlanMethods):
     # What it publishes
 
     async def _published(self, work: Awaitable[T]) -> T:
-        """The result of ``work``, which is kept, and of which gateways are told first."""
+        """The result of ``work``, once it is kept and gateways go by it."""
         result = await work
-        await self._save()
-        await self._publish()
+        await self._told()
         return result
 
     async def _told(self) -> PlatformState:
-        """The state, once what was changed is kept and gateways are told of it."""
+        """The state, once what was changed is kept and gateways go by it."""
         await self._save()
         await self._publish()
+        # Whoever has the answer may ask any gateway for what it was about.
+        await self._routes.taken()
         return self._state()
 
     async def _save(self) -> None:

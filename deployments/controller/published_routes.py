@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 
 from loomserve.platform.fleet.messages import Routes
 
 _WATCH_TIMEOUT_S = 25.0
 _UNKNOWN_VERSION = 0
+_TAKEN_TIMEOUT_S = 1.0
 
 
 class PublishedRoutes:
-    """The last routes that were published; none before the first."""
+    """The last routes that were published, none before the first; and which gateways have them."""
 
     def __init__(self, generation: int) -> None:
         """``generation``: the controller's."""
         self.current = Routes(generation=generation, version=_UNKNOWN_VERSION, models=())
         self._changed = asyncio.Condition()
+        self._taken: dict[str, int] = {}
+        """By gateway, the version that it answers its clients by."""
 
-    async def watch(self, version: int) -> Routes:
-        """The routes, as soon as they differ from ``version``; at the latest after 25 s."""
+    async def watch(self, version: int, gateway: str) -> Routes:
+        """The routes, as soon as they differ from ``version``; at the latest after 25 s.
+
+        Args:
+            version: the one by which the gateway answers its clients by now.
+            gateway: which one asks.
+        """
         async with self._changed:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._changed.wait_for(
+            self._taken[gateway] = version
+            self._changed.notify_all()
+            try:
+                async with asyncio.timeout(_WATCH_TIMEOUT_S):
+                    await self._changed.wait_for(
                         lambda: self.current.version not in {_UNKNOWN_VERSION, version}
-                    ),
-                    _WATCH_TIMEOUT_S,
-                )
+                    )
+            except TimeoutError:
+                pass
+            except asyncio.CancelledError:
+                self._taken.pop(gateway, None)
+                raise
         return self.current
 
     async def publish(self, routes: Routes) -> None:
@@ -38,3 +50,20 @@ class PublishedRoutes:
             async with self._changed:
                 self.current = routes.model_copy(update={"version": time.monotonic_ns()})
                 self._changed.notify_all()
+
+    async def taken(self) -> None:
+        """Wait until all gateways that ask answer by the current routes; at most for 1 s."""
+        if self.current.version == _UNKNOWN_VERSION:
+            return
+        async with self._changed:
+            try:
+                async with asyncio.timeout(_TAKEN_TIMEOUT_S):
+                    await self._changed.wait_for(lambda: not self._late())
+            except TimeoutError:
+                # Nobody waits twice for one that was killed; others ask again by themselves.
+                for gateway in self._late():
+                    del self._taken[gateway]
+
+    def _late(self) -> list[str]:
+        """Gateways that answer by other routes."""
+        return [name for name, taken in self._taken.items() if taken != self.current.version]

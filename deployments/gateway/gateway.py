@@ -172,8 +172,8 @@ class Gateway:
         self._audit = AuditLog(Path(self._server.audit_log)) if self._server.audit_log else None
         self._http = self._listeners(page, streamed={FILES} if batch else set())
         # A gateway that restarts must not answer before it knows the models.
-        self._controllers = LatestGeneration()
-        self._version = self._apply(await self._controller.watch.remote(_NO_VERSION))
+        self._controllers, self._id = LatestGeneration(), uuid.uuid4().hex
+        self._version = self._apply(await self._controller.watch.remote(_NO_VERSION, self._id))
         self._following = asyncio.create_task(
             every(0.0, self._follow_controller, failed=self._keep_routes, retry_s=0.5)
         )
@@ -308,7 +308,7 @@ class Gateway:
 
     async def _follow_controller(self) -> None:
         """Take in the next routes; the controller answers once there are any."""
-        routes = await ended_with_caller(self._controller.watch.remote(self._version))
+        routes = await ended_with_caller(self._controller.watch.remote(self._version, self._id))
         self._version = self._apply(routes)
 
     def _keep_routes(self, error: Exception) -> None:

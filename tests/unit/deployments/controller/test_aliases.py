@@ -27,7 +27,7 @@ async def _with_other_aliases(controller: Controller, known: Routes) -> Routes:
     routes = known
     async with asyncio.timeout(PATIENCE_S):
         while routes.aliases == known.aliases:
-            routes = await controller.watch(routes.version)
+            routes = await controller.watch(routes.version, "gateway")
     return routes
 
 
@@ -37,7 +37,7 @@ def test_aliases_are_told_to_gateways_at_once_and_outlive_controllers(serve: Fak
 
     async def scenario() -> None:
         async with controlled(first=True, config=config) as one:
-            routes = await one.watch(-1)
+            routes = await one.watch(-1, "gateway")
             assert routes.aliases == {"chat": split, "old": split}
             half = Alias(models={HOT.name: 1, COLD.name: 1}, sticky="key")
             waiting = asyncio.create_task(_with_other_aliases(one, routes))
@@ -70,6 +70,6 @@ def test_a_gateway_that_waits_for_models_is_told_of_no_alias_before(serve: FakeS
         async with controlled(config=config) as one:
             with suppress(TimeoutError):
                 async with asyncio.timeout(0.3):
-                    pytest.fail(f"it was told {await one.watch(-1)}")
+                    pytest.fail(f"it was told {await one.watch(-1, 'gateway')}")
 
     asyncio.run(scenario())

@@ -356,7 +356,7 @@ def test_gateways_are_told_nothing_before_a_new_controller_knows_the_replicas(
 
     async def replicas(controller: Controller) -> set[str]:
         async with asyncio.timeout(PATIENCE_S):
-            routes = await controller.watch(-1)
+            routes = await controller.watch(-1, "gateway")
         return {each.id for route in routes.models for each in route.replicas}
 
     async def scenario() -> None:

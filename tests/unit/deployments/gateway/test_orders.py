@@ -73,8 +73,8 @@ class Call:
 
 async def _ended_while_it_watches() -> Call:
     call, made = Call(), gateway()
-    made._version = 1
-    made._controller = SimpleNamespace(watch=SimpleNamespace(remote=lambda version: call))
+    made._version, made._id = 1, "this"
+    made._controller = SimpleNamespace(watch=SimpleNamespace(remote=lambda version, gateway: call))
     following = asyncio.create_task(made._follow_controller())
     await asyncio.sleep(0)
     following.cancel()
