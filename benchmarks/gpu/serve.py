@@ -149,20 +149,30 @@ def preemptions(llm: Any) -> int:
     )
 
 
+def taken(llm: Any) -> list[float]:
+    """MiB of the GPU: as the engine's worker says of itself, and as the driver says of all."""
+    free, total = torch.cuda.mem_get_info()
+    (own,) = llm.collective_rpc("taken_bytes")
+    return [own / 2**20, (total - free) / 2**20]
+
+
 def sleep(llm: Any) -> dict[str, Any]:
     """Memory that sleep of level 1 gives back, and answers after it."""
     before = fresh(llm, FITTING)
-    free, _ = torch.cuda.mem_get_info()
+    of_awake = taken(llm)
     begin = time.perf_counter()
     llm.sleep(level=1)
     asleep = time.perf_counter()
-    freed = torch.cuda.mem_get_info()[0] - free
+    of_asleep = taken(llm)
+    woken = time.perf_counter()
     llm.wake_up()
     awake = time.perf_counter()
     after = fresh(llm, FITTING)
     return {
-        "MiB given back": freed / 2**20,
-        "ms to sleep, to wake": [1000 * (asleep - begin), 1000 * (awake - asleep)],
+        "MiB taken awake, by the worker's and the driver's count": of_awake,
+        "MiB taken asleep, likewise": of_asleep,
+        "MiB given back": of_awake[1] - of_asleep[1],
+        "ms to sleep, to wake": [1000 * (asleep - begin), 1000 * (awake - woken)],
         "tokens equal after it, of": [equal(before.tokens, after.tokens), FITTING * ANSWER],
     }
 

@@ -32,7 +32,7 @@ from loomserve.platform.devices.claims import DeviceClaim
 from loomserve.platform.engine.core.host import EngineHost
 from loomserve.platform.engine.core.messages import EngineStart
 from loomserve.platform.engine.core.move_orders import MoveOrders
-from loomserve.platform.engine.footprint import Footprint, constants
+from loomserve.platform.engine.footprint import Footprint, constants, own_bytes
 from loomserve.platform.fleet.messages import (
     AWAKE_PATH,
     LOAD_PATH,
@@ -178,10 +178,16 @@ class EngineReplica:
                 block_tokens=facts.block_tokens,
                 dropped_bytes=facts.dropped_bytes,
             ),
-            engine_pid=self._engine.pid,
             start_s=time.monotonic() - began,
-            on_cpu=claim.device.kind == "cpu",
+            measure=self._own_bytes if claim.device.kind == "cpu" else self._gpu_bytes,
         )
+
+    async def _own_bytes(self) -> int:
+        return await asyncio.to_thread(own_bytes, self._engine.pid)
+
+    async def _gpu_bytes(self) -> int:
+        """Of all stages' GPUs."""
+        return sum(await self._engine.collective_rpc("taken_bytes", timeout_s=_STATS_TIMEOUT_S))
 
     async def check_health(self) -> None:
         """Serve's hook: it starts another replica in the place of one that fails here."""

@@ -17,6 +17,8 @@ ENGINE_BYTES = 192 * 2**20
 # The same of an engine on a GPU, once in the GPU's memory, for its context, activations and what is
 # staged on its way to the KV store, and once in the host's: a guess.
 GPU_ENGINE_BYTES = 1.5 * 2**30
+# Of that, CUDA's context and libraries, which torch's allocator does not count: a guess, too.
+GPU_CONTEXT_BYTES = 512 * 2**20
 # Each worker process of a pipeline's engine.
 STAGE_BYTES = 0.75 * 2**30
 # A computing process with torch and transformers, without weights and KV.

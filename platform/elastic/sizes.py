@@ -36,7 +36,7 @@ class ModelSizes:
             if footprint is None:
                 continue
             self._dropped[record.model.name] = footprint.dropped_bytes
-            if footprint.memory_bytes is None or not each.asleep:
+            if not each.asleep:
                 continue
             # It is measured every few seconds, and may have been just before.
             if footprint.memory_measured_at > record.since + _FALLEN_S:

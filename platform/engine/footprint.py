@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.engine.core.host import EngineEnded
 from loomserve.platform.placement import model_files
 from loomserve.platform.state import FootprintState
 
@@ -20,48 +22,48 @@ _PERIOD_S = 8.0
 
 
 class Footprint:
-    """The last measurement of a replica's process and its engine's."""
+    """The last measurement of a replica's memory."""
 
     def __init__(
-        self, facts: dict[str, int], *, engine_pid: int, start_s: float, on_cpu: bool
+        self, facts: dict[str, int], *, start_s: float, measure: Callable[[], Awaitable[int]]
     ) -> None:
         """
         Args:
             facts: the fields of :class:`FootprintState` that never change.
-            engine_pid: the engine's process; this one is the replica's.
             start_s: how long the replica took to start.
-            on_cpu: whether its device's memory is that of processes.
+            measure: the bytes that it has of its devices' memory: as :func:`own_bytes` has them on
+                a CPU, or as a GPU's workers say.
         """
         self.state: FootprintState | None = None
         self._facts: dict[str, Any] = {**facts, "start_s": start_s, "ready_at": time.monotonic()}
-        self._engine_pid = engine_pid
-        self._on_cpu = on_cpu
+        self._measure = measure
 
     async def keep(self) -> None:
-        """Measure for ever."""
+        """Measure for ever; the last measurement stays while an engine does not answer."""
         while True:
-            size = await asyncio.to_thread(self._own_bytes) if self._on_cpu else None
-            self.state = FootprintState(
-                **self._facts, memory_bytes=size, memory_measured_at=time.monotonic()
-            )
+            with contextlib.suppress(TimeoutError, EngineEnded):
+                size = await self._measure()
+                self.state = FootprintState(
+                    **self._facts, memory_bytes=size, memory_measured_at=time.monotonic()
+                )
             await asyncio.sleep(_PERIOD_S)
 
-    def _own_bytes(self) -> int:
-        """What the processes have for themselves; shared memory has another owner."""
-        total = 0
-        for one in self._processes():
-            with contextlib.suppress(psutil.Error):  # it has just ended
-                total += one.memory_full_info().uss
-        return total
 
-    def _processes(self) -> set[psutil.Process]:
-        """The replica's and the engine's, with their children; one that was forked is no child."""
-        found: set[psutil.Process] = set()
-        for pid in (os.getpid(), self._engine_pid):
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(pid)
-                found |= {process, *process.children(recursive=True)}
-        return found
+def own_bytes(engine_pid: int) -> int:
+    """What this process and the engine's have for themselves; shared memory has another owner.
+
+    Their children's count, too; an engine that was forked is no child.
+    """
+    found: set[psutil.Process] = set()
+    for pid in (os.getpid(), engine_pid):
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            found |= {process, *process.children(recursive=True)}
+    total = 0
+    for one in found:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            total += one.memory_full_info().uss
+    return total
 
 
 def constants(

@@ -324,6 +324,20 @@ TABLE: tuple[Hook, ...] = (
         "platform/engine/sleeping/sleep.py",
     ),
     Hook(
+        "vllm.device_allocator.cumem:CuMemAllocator",
+        ("instance", "pointer_to_data"),
+        HookKind.READ,
+        "What of a GPU's memory vLLM's sleep has given back.",
+        "platform/engine/gpu_memory.py",
+    ),
+    Hook(
+        "vllm.device_allocator:AllocationData",
+        ("handle", "is_asleep"),
+        HookKind.READ,
+        "The same, of each allocation.",
+        "platform/engine/gpu_memory.py",
+    ),
+    Hook(
         "vllm.config:ModelConfig",
         ("enable_sleep_mode",),
         HookKind.READ,

@@ -45,7 +45,6 @@ class _Complete:
     record: EngineRecord
     load: ReplicaLoad
     footprint: FootprintState
-    memory_bytes: int
     rates: Mapping[str, float]
 
     @property
@@ -137,12 +136,10 @@ def _complete(record: EngineRecord, rates: Rates, later_s: float) -> _Complete |
     grown = rates.of(report.replica_id)
     if load is None or load.work is None or footprint is None or grown is None:
         return None
-    if (memory_bytes := footprint.memory_bytes) is None:
-        return None
     load = load.model_copy(update={"measured_at": load.measured_at + later_s})
     memory_at = footprint.memory_measured_at + later_s
     footprint = footprint.model_copy(update={"memory_measured_at": memory_at})
-    return _Complete(record, load, footprint, memory_bytes, grown)
+    return _Complete(record, load, footprint, grown)
 
 
 def _shares(report: Heartbeat) -> dict[str, float]:
@@ -162,7 +159,7 @@ def _device(
         name=name,
         node=_NODE,
         memory_bytes=facts.memory,
-        allocated_bytes=int(sum(each.memory_bytes * share for each, share in there)),
+        allocated_bytes=int(sum(each.footprint.memory_bytes * share for each, share in there)),
         # What moves is attention and small batches' weights, which wait for memory.
         speed=facts.bytes_per_s / max(each.bytes_per_s for each in profile.devices),
         measured_at_s=min((each.footprint.memory_measured_at for each, _ in there), default=at_s),
@@ -331,7 +328,7 @@ def _model(
         name=name,
         devices=configured.devices,
         replicas=count * stages,
-        replica_bytes=max(each.memory_bytes for each in of),
+        replica_bytes=max(each.footprint.memory_bytes for each in of),
         least=least_replicas(configured),
         replica=like.without_work() if comes_and_goes else None,
         start_s=max(each.footprint.start_s for each in of),

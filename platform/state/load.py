@@ -50,8 +50,8 @@ class FootprintState(StateModel):
     kv_heads: int = Field(description="KV heads of a layer.")
     block_bytes: int = Field(description="Bytes of a KV block, all layers.")
     block_tokens: int
-    memory_bytes: int | None = Field(
-        description="Its processes' own memory, KV included; None on a GPU, where nobody measures."
+    memory_bytes: int = Field(
+        description="Its own memory, KV included: its processes', or that of its GPUs."
     )
     dropped_bytes: int = Field(
         0, description="Of that, weights which it has only while it does not sleep."

@@ -1,4 +1,4 @@
-"""vLLM's GPU worker that takes requests which go on here."""
+"""vLLM's GPU worker that takes requests which go on here, and says what it takes of its GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
+from loomserve.platform.engine.gpu_memory import taken_bytes
 from loomserve.platform.engine.resumption.model_runner import ResumesRequests
 
 
@@ -25,3 +26,7 @@ class ResumingGpuWorker(Worker):  # type: ignore[misc]
         if type(self.model_runner) is GPUModelRunner:
             # It holds nothing yet.
             self.model_runner = self.runner_class(self.vllm_config, self.device)
+
+    def taken_bytes(self) -> int:
+        """Memory that it has of its GPU; called between two steps."""
+        return taken_bytes(self.device)

@@ -151,7 +151,7 @@ def served_since(ready_at: float) -> FootprintState:
         kv_heads=1,
         block_bytes=1,
         block_tokens=1,
-        memory_bytes=None,
+        memory_bytes=1,
         memory_measured_at=0,
         start_s=1,
         ready_at=ready_at,

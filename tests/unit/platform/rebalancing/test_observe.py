@@ -238,7 +238,6 @@ def test_one_more_replica_of_a_model_would_be_without_work() -> None:
         (seen(report("r0"), profile=None), PROFILE),
         (seen(report("r0"), devices=(*DEVICES, Device(name="new", cores=(2,)))), "new"),
         (seen(report("r0"), seconds=2.0), "r0"),
-        (seen(report("r0"), made=footprint(memory_bytes=None)), "r0"),
     ],
 )
 def test_where_anything_would_have_to_be_made_up_there_is_no_snapshot(

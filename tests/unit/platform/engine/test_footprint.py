@@ -1,0 +1,51 @@
+"""What a replica says of its memory, while its engine answers and while it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from loomserve.platform.engine import footprint
+from loomserve.platform.engine.core.host import EngineEnded
+from loomserve.platform.engine.footprint import Footprint, own_bytes
+
+FACTS = {"layers": 2, "layer_bytes": 1, "kv_heads": 1, "block_bytes": 1, "block_tokens": 1}
+
+
+def test_the_last_measurement_stays_while_an_engine_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(footprint, "_PERIOD_S", 0.01)
+    answers: Iterator[int | Exception] = iter((7, TimeoutError(), EngineEnded("it has"), 9))
+    asked: list[int | None] = []
+
+    async def scenario() -> None:
+        enough = asyncio.Event()
+
+        async def measure() -> int:
+            asked.append(kept.state.memory_bytes if kept.state else None)
+            if len(asked) == 5:
+                enough.set()
+            answer = next(answers, 9)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        kept = Footprint(FACTS, start_s=3.0, measure=measure)
+        keeping = asyncio.create_task(kept.keep())
+        await asyncio.wait_for(enough.wait(), 5)
+        keeping.cancel()
+
+    asyncio.run(scenario())
+    assert asked[:5] == [None, 7, 7, 7, 9]
+
+
+def test_a_processs_own_memory_grows_with_what_it_writes() -> None:
+    before = own_bytes(os.getpid())
+    written = bytearray(b"x" * (64 * 2**20))
+    assert own_bytes(os.getpid()) - before > 0.9 * len(written)
+    # An engine that has ended has none.
+    assert own_bytes(2**22 + 1) > 0
