@@ -7,7 +7,9 @@ N, while the next one loads for S * L * h / B and the last one is saved for S * 
 transfer that takes x times a layer's computation is hidden as long as x <= 1, else 1 / x of it is.
 Beside the paper's prediction stands one by stages ("stages"): a layer computes for as long as it
 did with shared memory, since what is computed also attends to what was loaded, and a save has the
-longer of computation and load to hide behind.
+longer of computation and load to hide behind. It also knows the two ends of this pipeline, where
+nothing of another layer hides a transfer: before the first layer's attention, and after the last
+one's, when as many layers are left as are saved at once.
 
 A real engine takes prompts of each length and share, first from shared memory. As that is far from
 the border on a CPU, it then reaches the store through links of given bandwidths: each piece's copy
@@ -40,6 +42,7 @@ from benchmarks.report import Spread
 from benchmarks.result_files import machine, publish, said_by
 from benchmarks.store import LAYER_BYTES, LAYERS, memory_run
 from loomserve.kvstore.engine.transfers.memory import BlockPieces, KvMemory
+from loomserve.kvstore.engine.transfers.saver import WORTH_A_WAKE
 from loomserve.kvstore.engine.transfers.transfer_time import Copied, TransferTime
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.models import catalog
@@ -54,6 +57,9 @@ OWN_STEPS = 3
 WAYS = ("load", "save")
 AT_ONCE_S = 0.0005
 """Between two pieces of one transfer there is at most a checksum of a few."""
+BEFORE_ATTENTION = 0.25
+"""Share of a layer's computation that comes before its attention, which waits for what is loaded;
+what comes after it, most of its weights, hides the save of a layer's keys and values."""
 COMMITTED_S = 0.2
 """After a step, until its last blocks are found."""
 
@@ -250,6 +256,15 @@ def predict(
         )
         paper_s = whole_s[length] * (length - hit) / length / LAYERS
         stage_s = computed_s[length, hit]
+        saved_bytes = (length - hit) // BLOCK_TOKENS * LAYER_BYTES
+        by_stages = {
+            "load": hidden(load_s, stage_s, 1, BEFORE_ATTENTION * stage_s),
+            "save": hidden(
+                *(save_s, max(stage_s, load_s)),
+                min(LAYERS, max(1, WORTH_A_WAKE // saved_bytes)),
+                (1 - BEFORE_ATTENTION) * stage_s,
+            ),
+        }
         one["model"] = {
             "load_layer_ms": 1e3 * load_s,
             "save_layer_ms": 1e3 * save_s,
@@ -259,13 +274,25 @@ def predict(
             "save_over_stage": save_s / max(stage_s, load_s),
             "load_hidden_share": {
                 "paper": min(1.0, paper_s / load_s),
-                "stages": min(1.0, stage_s / load_s),
+                "stages": by_stages["load"],
             },
             "save_hidden_share": {
                 "paper": min(1.0, paper_s / save_s),
-                "stages": min(1.0, max(stage_s, load_s) / save_s),
+                "stages": by_stages["save"],
             },
         }
+
+
+def hidden(transfer_s: float, stage_s: float, together: int, end_s: float) -> float:
+    """Share of all layers' transfers that hides, where each layer's may last ``stage_s``.
+
+    Args:
+        transfer_s: of a layer.
+        together: layers at one end of the forward pass that have no other's stage to hide behind.
+        end_s: what of their own layer's computation they have.
+    """
+    late_s = together * transfer_s + (LAYERS - together) * max(0.0, transfer_s - stage_s)
+    return 1 - max(0.0, late_s - end_s) / (LAYERS * transfer_s)
 
 
 def errors(points: Sequence[Mapping[str, Any]], kind: str) -> dict[str, float]:
