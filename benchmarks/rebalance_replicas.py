@@ -156,10 +156,14 @@ def figures(
         **compared(runs, steady, ("static", "unified"), slo),
         "runs": len(runs["auto"]),
         "oscillations": [oscillations(one.moves, edges) for one in runs["auto"]],
-        "actions": [
-            [{"at_s": each["at_s"], **each["action"]} for each in one.moves] for one in runs["auto"]
-        ],
+        "actions": [actions(one) for one in runs["auto"]],
+        "steady_actions": [actions(one) for one in steady["auto"]],
     }
+
+
+def actions(one: Run) -> list[dict[str, Any]]:
+    """What the controller did, and when after the load's begin."""
+    return [{"at_s": each["at_s"], **each["action"]} for each in one.moves]
 
 
 def main() -> None:

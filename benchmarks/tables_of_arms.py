@@ -6,7 +6,8 @@ A table whose file is not cited is empty: its page keeps what it says without on
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -267,7 +268,15 @@ def rebalance_replicas(result: Result) -> str:
     over = table(["`auto` over", "`static`", "`unified`"], rows)
     moves = ", ".join(map(str, data["oscillations"]))
     undone = f"Replicas that came and went in one phase, by run: {moves}."
+    if "steady_actions" in data:
+        undone += f" Under the steady load: {_named(data['steady_actions'])}."
     return f"{rebalance(result)}\n\n{over}\n\n{undone}"
+
+
+def _named(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    """Actions of all runs, each kind with how often it was taken."""
+    counts = Counter(each["action"] for one in runs for each in one)
+    return ", ".join(f"{count} of `{name}`" for name, count in counts.items()) or "no action"
 
 
 def _or_none(of: Mapping[str, float] | None) -> str:

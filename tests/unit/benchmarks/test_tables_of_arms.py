@@ -163,6 +163,11 @@ def test_replicas_that_come_and_go_are_told_over_both_other_arms() -> None:
     assert "| first token, p99 | 0.056 | 0.056 |" in text
     assert "| goodput | the other had none | the other had none |" in text
     assert text.endswith("by run: 0.")
+    added = {"at_s": 1.0, "action": "add_replica"}
+    for did, said in (([added, added], "2 of `add_replica`"), ([], "no action")):
+        told = {**data, "runs": 1, "oscillations": [0], "steady_actions": [did]}
+        text = tables_of_arms.rebalance_replicas(kept(told))
+        assert text.endswith(f"Under the steady load: {said}.")
 
 
 def test_deadlines_are_told_over_first_come_first_served() -> None:
