@@ -513,9 +513,10 @@ TABLE: tuple[Hook, ...] = (
     ),
     Hook(
         "vllm.v1.worker.gpu_worker:Worker",
-        ("init_device", "model_runner", "vllm_config", "device"),
+        ("init_device", "model_runner", "vllm_config", "device", "sleep(level)"),
         HookKind.SUBCLASS,
-        "Makes that model runner where vLLM would make its own.",
+        "Makes that model runner where vLLM would make its own, and sleeps while others of the GPU "
+        "wake.",
         "platform/engine/resumption/gpu_worker.py",
     ),
     Hook(
