@@ -292,6 +292,14 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "engine-back": inline("start", "engine_back_s", unit="s"),
     "overhead-memory": inline("overhead", "comparisons", "loomserve", "memory_gib", unit="GiB"),
     "overhead-bare-memory": inline("overhead", "comparisons", "noise", "memory_gib", unit="GiB"),
+    **{
+        f"separated-{name}": tables_of_mechanisms.separated_over_unified(*of)
+        for name, of in (
+            ("gap", ("azure_llm_2023_conv", "itl_p99_ratio")),
+            ("first", ("azure_llm_2023_conv", "ttft_p50_ratio")),
+            ("code-first", ("azure_llm_2023_code", "ttft_p50_ratio")),
+        )
+    },
     "pause": tables_of_mechanisms.pause_of("kill_at_10, 8 streams, context 0"),
     "pause-context": tables_of_mechanisms.pause_of("kill_at_10, 8 streams, context 1000"),
     **tables_of_arms.TEXTS,

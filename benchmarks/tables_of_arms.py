@@ -399,6 +399,7 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
     "overhead": overhead_of_models,
     "overhead_default": overhead,
     "overhead_default_epyc": overhead,
+    "overhead_default_long": overhead,
     "weave": weave,
     "weave_curve": weave_curve,
     "weave_budgets": weave_budgets,
@@ -423,7 +424,7 @@ TEXTS = {
         for name, file, arm in (
             ("loomserve", "overhead", "loomserve"),
             ("default", "overhead_default", "default"),
-            ("epyc", "overhead_default_epyc", "default"),
+            ("epyc", "overhead_default_long", "default"),
         )
         for load in ("8", "32")
     },

@@ -118,6 +118,11 @@ def disaggregation(result: Result) -> str:
     return with_head(f"{counted_runs(data['runs'])} of each pair.", head, rows)
 
 
+def separated_over_unified(trace: str, name: str) -> Callable[[], str]:
+    """A ratio of one of :func:`disaggregation`'s traces, within a sentence."""
+    return lambda: figure(cited("disaggregation").figure("traces", f"{trace}.csv.gz"), name)
+
+
 def step_overhead(result: Result) -> str:
     """What a step of a tiny model takes longer than vLLM's own, by how many requests it has."""
     data = result.data
