@@ -24,6 +24,7 @@ from loomserve.platform.elastic.observe import ElasticObserver, is_settled
 from loomserve.platform.elastic.policy.decide import decide
 from loomserve.platform.elastic.policy.growth import grow
 from loomserve.platform.elastic.policy.snapshot import (
+    HOST,
     ElasticDecision,
     ElasticRules,
     NoRoom,
@@ -68,6 +69,9 @@ class ModelPresence:
         options = config.elastic
         self._rules = ElasticRules(options.residence_s, options.wait_timeout_s)
         budgets = {each.name: float(each.memory) for each in config.devices if each.memory}
+        budgets |= {
+            each.name + HOST: float(each.host_memory) for each in config.devices if each.host_memory
+        }
         self._gpus = gpus_of(config.devices)
         self._observer = ElasticObserver(fleet, budgets, mover.wake_s, self._gpus)
         self._sizes_matter = bool(budgets)

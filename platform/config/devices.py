@@ -33,6 +33,12 @@ class Device(Section):
         description="Memory that all models on it may take together, such as 8GiB: for one that is "
         "asked for others are put away; null: no bound.",
     )
+    host_memory: Bytes | None = Field(
+        None,
+        description="Of a GPU: memory of its host that engines on it may take together, with the "
+        "weights of those that sleep. One whose weights would exceed it is unloaded instead, or "
+        "another that sleeps; null: no bound.",
+    )
 
     @property
     def on(self) -> str:
@@ -48,6 +54,8 @@ class Device(Section):
             raise FieldError(f"{what}: give it {wanted}, and no {unwanted}", unwanted)
         if not given[wanted]:
             raise FieldError(f"{what}: give it {wanted}", wanted)
+        if self.kind == "cpu" and self.host_memory is not None:
+            raise FieldError(f"{what}, whose memory is the host's: set memory alone", "host_memory")
         if len(set(self.cores)) != len(self.cores):
             raise FieldError(f"device {self.name!r} names a core twice", "cores")
         return self

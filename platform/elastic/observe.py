@@ -29,7 +29,7 @@ class ElasticObserver:
         """
         Args:
             fleet: of which it is.
-            budgets: bytes that models may take together, by device.
+            budgets: bytes that models may take together, by pool.
             wake_s: how long models took to come back from sleep, kept current by others.
             gpus: the devices that are GPUs.
         """
@@ -69,12 +69,15 @@ class ElasticObserver:
         self._observe(record, live, now)
         rules = model.idle_rules
         ready, asleep = self.sizes.ready(model), self.sizes.asleep(model)
+        on_host = self.sizes.on_host(model)
         settled = not moving and is_settled(record, live)
         holds = {Presence.READY: ready, Presence.ASLEEP: asleep}.get(record.presence, 0.0)
+        held_on_host = on_host.get(record.presence, 0.0)
         if not settled and live:
             # Until it has gone; what has not been heard of is as large as it can be.
             holds = asleep if all(each.asleep for each in live) else ready
             holds = ready if record.presence is Presence.READY else holds
+            held_on_host = max(on_host.values(), default=0.0)
         lends = any(each.heartbeat.lent for each in live)
         return ElasticModel(
             name=name,
@@ -87,6 +90,8 @@ class ElasticObserver:
             held_bytes=holds,
             ready_bytes=ready,
             asleep_bytes=asleep,
+            host_held_bytes=held_on_host,
+            host_bytes=on_host,
             wake_s=self._wake_s.get(name, _WAKE_S),
             load_s=self._load_s.get(name, _LOAD_S),
             pinned=model.pinned,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from loomserve.platform.config import Model
-from loomserve.platform.devices.memory import is_on_gpus, replica_bytes
+from loomserve.platform.devices.memory import GPU_ENGINE_BYTES, is_on_gpus, replica_bytes
 from loomserve.platform.fleet.registry import ModelRecord, ReplicaRecord
+from loomserve.platform.state import Presence
 
 # So long after a model is to sleep, it does.
 _FALLEN_S = 3.0
@@ -50,6 +51,14 @@ class ModelSizes:
         """What a replica takes at most."""
         awake = self._left_in_sleep(model) + model.kv_cache_memory
         return model.largest_share * (self._asleep_bytes(model) + awake)
+
+    def on_host(self, model: Model) -> dict[Presence, float]:
+        """What a replica on GPUs takes of the host of each, by what it is; empty: it is on none."""
+        if not is_on_gpus(model, self._gpus):
+            return {}
+        awake = float(GPU_ENGINE_BYTES)
+        weights = model.largest_share * self._weights.get(model.name, 0)
+        return {Presence.READY: awake, Presence.ASLEEP: awake + weights}
 
     def _asleep_bytes(self, model: Model) -> float:
         measured = self._asleep.get(model.name)

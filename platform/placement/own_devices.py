@@ -9,6 +9,7 @@ from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import LOCAL_NODE, Device
 from loomserve.platform.devices.gpus import Gpu
 from loomserve.platform.devices.machine import MachineParts
+from loomserve.platform.devices.memory import GPU_ENGINE_BYTES
 from loomserve.platform.placement.policy.division import divided
 
 # What is free shall not be used to the last byte: of a node's memory, and of a GPU's, in which
@@ -52,15 +53,34 @@ def _devices_of(node: str, parts: MachineParts) -> Iterator[Device]:
 def with_memory(devices: Sequence[Device], nodes: Mapping[str, NodeParts]) -> tuple[Device, ...]:
     """The devices, each with the memory that models on it may take together.
 
-    What the configuration says stays. The CPU devices of a node share by their cores what is left.
+    What the configuration says stays. The CPU devices of a node share by their cores what is left
+    of its memory; where there are none, its GPUs have equal parts of that.
 
     Raises:
         StartError: nothing is.
     """
     return tuple(
-        device if device.memory is not None else _with_share(device, devices, nodes[device.on])
+        _with_host(
+            device if device.memory is not None else _with_share(device, devices, nodes[device.on]),
+            devices,
+            nodes[device.on],
+        )
         for device in devices
     )
+
+
+def _with_host(device: Device, devices: Sequence[Device], node: NodeParts) -> Device:
+    if device.gpu is None or device.host_memory is not None:
+        return device
+    there = [each for each in devices if each.on == device.on]
+    if any(each.kind == "cpu" for each in there):
+        return device
+    given = sum(each.host_memory or 0 for each in there)
+    sharing = sum(each.host_memory is None for each in there)
+    memory = (_CPU_SHARE * node.parts.memory - node.taken - given) / sharing
+    if memory < GPU_ENGINE_BYTES:
+        raise _too_little(device, node, "devices.host_memory")
+    return device.model_copy(update={"host_memory": int(memory) // _MIB * _MIB})
 
 
 def _with_share(device: Device, devices: Sequence[Device], node: NodeParts) -> Device:
@@ -76,13 +96,18 @@ def _with_share(device: Device, devices: Sequence[Device], node: NodeParts) -> D
         left = _CPU_SHARE * node.parts.memory - node.taken - given
         memory = left * len(device.cores) / cores
     if memory < _MIB:
-        where = "" if device.on == LOCAL_NODE else f" of node {device.on!r}"
-        raise StartError(
-            f"no memory is left for models on device {device.name!r}{where}: "
-            f"{node.parts.memory / 2**30:.1f} GiB are free, and the platform needs "
-            f"{node.taken / 2**30:.1f}: end other programs, or set devices.memory"
-        )
+        raise _too_little(device, node, "devices.memory")
     return device.model_copy(update={"memory": int(memory) // _MIB * _MIB})
+
+
+def _too_little(device: Device, node: NodeParts, field: str) -> StartError:
+    where = "" if device.on == LOCAL_NODE else f" of node {device.on!r}"
+    what = "models" if device.gpu is None else "engines on GPUs"
+    return StartError(
+        f"no memory is left for {what} on device {device.name!r}{where}: "
+        f"{node.parts.memory / 2**30:.1f} GiB are free, and the platform needs "
+        f"{node.taken / 2**30:.1f}: end other programs, or set {field}"
+    )
 
 
 def _nothing_free(device: Device, gpu: Gpu | None) -> StartError:

@@ -65,7 +65,9 @@ def said(placed: Placed) -> Iterator[str]:
         return
     for device in placed.config.devices:
         assert device.memory is not None
-        yield f"device {device.name}: {device.memory / 2**30:.1f} GiB for models"
+        host = device.host_memory
+        of_host = f", {host / 2**30:.1f} GiB of its host" if host is not None else ""
+        yield f"device {device.name}: {device.memory / 2**30:.1f} GiB for models{of_host}"
     for name, berth in placed.berths.items():
         yield f"{name}: {berth.why}"
 

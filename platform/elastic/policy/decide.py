@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from loomserve.platform.elastic.policy.snapshot import (
+    HOST,
     ElasticDecision,
     ElasticModel,
     ElasticRules,
@@ -39,7 +40,7 @@ def decide(snapshot: ElasticSnapshot, rules: ElasticRules) -> ElasticDecision:
 
 
 class _Room:
-    """Memory of all devices, as demand after demand is met."""
+    """Memory of all pools, as demand after demand is met."""
 
     def __init__(self, snapshot: ElasticSnapshot, rules: ElasticRules) -> None:
         self.changes: list[PresenceChange] = []
@@ -58,59 +59,69 @@ class _Room:
         for model in snapshot.models:
             for device in model.devices:
                 self._heat[device] += model.heat if model.held_bytes else 0.0
-                self._free[device] -= model.held_bytes
-                self._planned[device] -= model.bytes_as(model.presence)
+            for pool in model.pools:
+                self._free[pool] -= model.held_in(pool)
+                self._planned[pool] -= model.bytes_as(model.presence, pool)
 
     def meet(self, demand: ModelDemand) -> None:
         model = self._models.get(demand.model)
         if model is None or model.presence is Presence.READY:
             return
         model = self._placed(model, demand.device)
-        bounded = [device for device in model.devices if device in self._budgets]
+        bounded = [pool for pool in model.pools if pool in self._budgets]
         if never := self._why_never(model, bounded):
             self._refuse(model, never)
             return
-        grows = model.ready_bytes - model.bytes_as(model.presence)
-        missing = {
-            device: grows - self._planned[device]
-            for device in bounded
-            if self._planned[device] < grows
+        grows = {
+            pool: model.bytes_as(Presence.READY, pool) - model.bytes_as(model.presence, pool)
+            for pool in bounded
         }
-        more = max(0.0, model.ready_bytes - model.held_bytes)
-        if missing:
+        more = {
+            pool: max(0.0, model.bytes_as(Presence.READY, pool) - model.held_in(pool))
+            for pool in bounded
+        }
+        if missing := self._missing(grows):
             if not self._makes_room(model, missing, demand):
                 return
-        elif all(more <= self._free[device] for device in bounded):
+        elif all(more[pool] <= self._free[pool] for pool in bounded):
             self._change(model, Presence.READY, "it is asked for")
-        for device in bounded:
-            self._free[device] -= more
-            self._planned[device] -= grows
+        for pool in bounded:
+            self._free[pool] -= more[pool]
+            self._planned[pool] -= grows[pool]
 
-    def _why_never(self, model: ElasticModel, devices: Sequence[str]) -> str:
+    def _missing(self, grows: Mapping[str, float]) -> dict[str, float]:
+        """What is missing of pools for this, and what room hosts have; empty: nothing is."""
+        left = {pool: self._planned[pool] - size for pool, size in grows.items()}
+        lacks = {pool: -size for pool, size in left.items() if size < 0}
+        if not lacks:
+            return {}
+        hosts = [pool for pool in self._budgets if pool.endswith(HOST)]
+        room = {pool: max(0.0, left.get(pool, self._planned[pool])) for pool in hosts}
+        return {**{pool: -size for pool, size in room.items()}, **lacks}
+
+    def _why_never(self, model: ElasticModel, pools: Sequence[str]) -> str:
         """Why there is no room for it whoever else goes, if so."""
-        for device in devices:
+        for pool in pools:
             pinned = [
                 each
                 for each in self._models.values()
-                if each.pinned and each is not model and device in each.devices and each.held_bytes
+                if each.pinned and each is not model and pool in each.pools and each.held_in(pool)
             ]
-            left = self._budgets[device] - sum(each.held_bytes for each in pinned)
-            if model.ready_bytes > left:
-                but = "".join(f", less {_mib(one.held_bytes)} of {one.name}" for one in pinned)
+            left = self._budgets[pool] - sum(each.held_in(pool) for each in pinned)
+            if (needed := model.bytes_as(Presence.READY, pool)) > left:
+                but = "".join(f", less {_mib(one.held_in(pool))} of {one.name}" for one in pinned)
+                device = pool.removesuffix(HOST)
+                where = f"device {device}" if pool == device else f"the host of device {device}"
                 return (
-                    f"it needs {_mib(model.ready_bytes)}, and device {device} may give models "
-                    f"{_mib(self._budgets[device])}{but}{', which stays' if pinned else ''}"
+                    f"it needs {_mib(needed)}, and {where} may give models "
+                    f"{_mib(self._budgets[pool])}{but}{', which stays' if pinned else ''}"
                 )
         return ""
 
     def _placed(self, model: ElasticModel, device: str | None) -> ElasticModel:
         """On the device where least is lost, if the platform may choose; but where others go for it
         already, there it stays."""
-        possible = [
-            each
-            for each in model.choices
-            if each not in self._budgets or not self._why_never(model, [each])
-        ]
+        possible = [each for each in model.choices if not self._why_never_on(model, each)]
         if not possible:
             return model
         sites = [self._site(model, device) for device in possible]
@@ -120,15 +131,25 @@ class _Room:
         self._there[model.name] = best.device, why_there(best, sites)
         return replace(model, devices=(best.device,))
 
+    def _why_never_on(self, model: ElasticModel, device: str) -> str:
+        pools = replace(model, devices=(device,)).pools
+        return self._why_never(model, [pool for pool in pools if pool in self._budgets])
+
     def _site(self, model: ElasticModel, device: str) -> Site:
-        free = float("inf")
-        if device in self._budgets:
-            free = self._planned[device] - model.ready_bytes
+        there = replace(model, devices=(device,))
+        missing = self._missing(
+            {
+                pool: there.bytes_as(Presence.READY, pool)
+                for pool in there.pools
+                if pool in self._budgets
+            }
+        )
+        bounded = device in self._budgets
         return Site(
             device=device,
             heat=min(1.0, self._heat[device]),
-            loss=0.0 if free >= 0 else self._loss({device: -free}),
-            free=free,
+            loss=self._loss(missing) if missing else 0.0,
+            free=self._planned[device] - model.ready_bytes if bounded else float("inf"),
         )
 
     def _loss(self, missing: Mapping[str, float]) -> float | None:
@@ -174,12 +195,14 @@ class _Room:
             return False
         for each in going:
             presence = victims[each.name]
-            if wait_s <= 0:
+            # Whoever sleeps waits until its host has room, for which others may go first.
+            if wait_s <= 0 and (presence is not Presence.ASLEEP or self._takes_host(each)):
                 why = f"{model.name} needs its memory"
                 self._change(each, presence, why, drains=each.name in busy)
             self._spoken_for.add(each.name)
-            for device in each.devices:
-                self._planned[device] += each.bytes_as(each.presence) - each.bytes_as(presence)
+            for pool in each.pools:
+                self._planned[pool] += each.bytes_as(each.presence, pool)
+                self._planned[pool] -= each.bytes_as(presence, pool)
         return True
 
     def _waits(self, model: ElasticModel, wait_s: float, demand: ModelDemand, why: str) -> bool:
@@ -204,8 +227,32 @@ class _Room:
                 and model.can_sleep
                 and model.sleep_after_s is not None
                 and idle_s >= model.sleep_after_s
+                and self._may_sleep(model)
+                and self._takes_host(model)
             ):
                 self._change(model, Presence.ASLEEP, f"idle for {idle_s:.0f} s")
+
+    def _more_on_hosts(self, model: ElasticModel) -> dict[str, float]:
+        """What a model takes of its hosts by its sleep, as far as they have bounds."""
+        return {
+            pool: model.bytes_as(Presence.ASLEEP, pool) - model.held_in(pool)
+            for pool in model.pools
+            if pool.endswith(HOST) and pool in self._budgets
+        }
+
+    def _may_sleep(self, model: ElasticModel) -> bool:
+        """Whether its hosts have room for that once all are what they are to be."""
+        more = self._more_on_hosts(model)
+        return all(size <= self._planned[pool] for pool, size in more.items())
+
+    def _takes_host(self, model: ElasticModel) -> bool:
+        """Take room of its hosts for a model that sleeps; False: there is none just now."""
+        more = self._more_on_hosts(model)
+        if any(size > self._free[pool] for pool, size in more.items()):
+            return False
+        for pool, size in more.items():
+            self._free[pool] -= size
+        return True
 
     def _settled(self) -> list[ElasticModel]:
         """Models that could go, but perhaps for their requests or for having come a moment ago."""

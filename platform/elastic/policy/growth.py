@@ -6,7 +6,7 @@ none is taken the memory that requests for a model that is not ready wait for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loomserve.platform.elastic.policy.snapshot import (
     ElasticModel,
@@ -35,8 +35,7 @@ class Growth:
 def grow(snapshot: ElasticSnapshot, rules: ElasticRules, name: str, device: str) -> Growth:
     """Find room for one more replica of a model on a device where it has none."""
     model = next((each for each in snapshot.models if each.name == name), None)
-    budget = snapshot.budgets.get(device)
-    if model is None or budget is None:
+    if model is None or device not in snapshot.budgets:
         return Growth(fits=True)
     there = [each for each in snapshot.models if device in each.devices]
     demanded = {demand.model for demand in snapshot.demands}
@@ -45,14 +44,26 @@ def grow(snapshot: ElasticSnapshot, rules: ElasticRules, name: str, device: str)
     ]
     if awaited:
         return Growth(fits=False, why=f"requests wait for {', '.join(awaited)} on {device}")
-    missing = model.ready_bytes - (budget - sum(each.held_bytes for each in there))
-    if missing <= 0:
+    pools = [
+        pool for pool in replace(model, devices=(device,)).pools if pool in snapshot.budgets
+    ]  # fmt: skip
+    missing = {
+        pool: model.bytes_as(Presence.READY, pool)
+        + sum(each.held_in(pool) for each in there if pool in each.pools)
+        - snapshot.budgets[pool]
+        for pool in pools
+    }
+    if max(missing.values()) <= 0:
         return Growth(fits=True)
-    missing -= sum(max(0.0, each.held_bytes - each.bytes_as(each.presence)) for each in there)
-    if missing <= 0:
+    for pool in pools:
+        going = [each for each in there if pool in each.pools]
+        missing[pool] -= sum(
+            max(0.0, each.held_in(pool) - each.bytes_as(each.presence, pool)) for each in going
+        )
+    if max(missing.values()) <= 0:
         return Growth(fits=False, why=f"others are about to leave {device}")
     candidates = [each for each in there if _may_go(each, name, demanded, rules)]
-    victims = chosen_victims(candidates, {device: missing})
+    victims = chosen_victims(candidates, missing)
     if victims is None:
         names = ", ".join(sorted(each.name for each in there if each.held_bytes)) or "none"
         why = f"{device} has no memory for it: of {names} none that is idle has so much"

@@ -7,10 +7,16 @@ from dataclasses import dataclass, field
 
 from loomserve.platform.state import Presence
 
+HOST = "/host"
+"""After the name of a GPU: the memory of its host that is there for engines on it."""
+
 
 @dataclass(frozen=True)
 class ElasticModel:
     """A model as the policy sees it; seconds are ages, bytes those of one device.
+
+    A model on GPUs takes memory of their hosts, too, and more of it asleep, with its weights there,
+    than ready. Both memories of each device are its pools.
 
     Attributes:
         presence: What it is to be.
@@ -24,6 +30,8 @@ class ElasticModel:
         held_bytes: What it takes now, and until it is settled.
         ready_bytes: What it takes when it is ready.
         asleep_bytes: What it takes when it sleeps.
+        host_held_bytes: What it takes now of the host of a GPU.
+        host_bytes: What it takes of it, by what it is; empty: it is on no GPU.
         wake_s: How long it takes to come back from sleep.
         load_s: How long it takes to be loaded.
         can_sleep: Whether its engines can give memory back.
@@ -50,6 +58,14 @@ class ElasticModel:
     heat: float = 0.0
     sleep_after_s: float | None = None
     unload_after_s: float | None = None
+    host_held_bytes: float = 0.0
+    host_bytes: Mapping[Presence, float] = field(default_factory=dict)
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Its devices, and their hosts as far as it takes memory of those."""
+        hosts = [device + HOST for device in self.devices if self.host_bytes]
+        return (*self.devices, *hosts)
 
     @property
     def may_go(self) -> bool:
@@ -64,8 +80,14 @@ class ElasticModel:
         """
         return max(self.idle_s, self.returns_s or 0.0)
 
-    def bytes_as(self, presence: Presence) -> float:
-        """What it takes once it is so."""
+    def held_in(self, pool: str) -> float:
+        """What it takes of one of its pools now."""
+        return self.host_held_bytes if pool.endswith(HOST) else self.held_bytes
+
+    def bytes_as(self, presence: Presence, pool: str) -> float:
+        """What it takes of one of its pools once it is so."""
+        if pool.endswith(HOST):
+            return self.host_bytes.get(presence, 0.0)
         match presence:
             case Presence.READY:
                 return self.ready_bytes
@@ -95,7 +117,7 @@ class ElasticSnapshot:
     Attributes:
         models: All that are not being removed.
         demands: In the order in which they came; one a model.
-        budgets: Bytes that models may take together, by device; others have no bound.
+        budgets: Bytes that models may take together, by pool; others have no bound.
     """
 
     models: Sequence[ElasticModel]

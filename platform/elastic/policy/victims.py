@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from loomserve.platform.elastic.policy.snapshot import ElasticModel
+from loomserve.platform.elastic.policy.snapshot import HOST, ElasticModel
 from loomserve.platform.state import Presence
 
 _LEAST_AWAY_S = 1.0
@@ -21,7 +21,7 @@ def chosen_victims(
 
     Args:
         candidates: Those that may be put away.
-        missing: Bytes by device.
+        missing: Bytes by pool; below 0 is so much room, which those that sleep may take.
 
     Returns:
         By name; None: they do not have so much.
@@ -66,8 +66,10 @@ def _loss(model: ElasticModel, presence: Presence) -> float:
     return back_s / max(_LEAST_AWAY_S, model.away_s)
 
 
-def _freed(model: ElasticModel, presence: Presence) -> float:
-    return max(0.0, model.held_bytes - model.bytes_as(presence))
+def _freed(model: ElasticModel, presence: Presence, pool: str) -> float:
+    """Below 0: it takes more, as the host's memory is taken by a model that sleeps."""
+    freed = model.held_in(pool) - model.bytes_as(presence, pool)
+    return freed if pool.endswith(HOST) else max(0.0, freed)
 
 
 def _gain(
@@ -76,9 +78,11 @@ def _gain(
     chosen: Mapping[str, Presence],
     left: Mapping[str, float],
 ) -> float:
-    before = _freed(model, chosen[model.name]) if model.name in chosen else 0.0
-    more = _freed(model, presence) - before
-    return sum(min(more, left[device]) for device in model.devices if device in left)
+    def more(pool: str) -> float:
+        before = _freed(model, chosen[model.name], pool) if model.name in chosen else 0.0
+        return _freed(model, presence, pool) - before
+
+    return sum(min(more(pool), left[pool]) for pool in model.pools if pool in left)
 
 
 def _left(
@@ -86,10 +90,10 @@ def _left(
     by_name: Mapping[str, ElasticModel],
     chosen: Mapping[str, Presence],
 ) -> dict[str, float]:
-    """What is missing still, by device."""
+    """What is missing still, by pool."""
     left = dict(missing)
     for name, presence in chosen.items():
-        for device in by_name[name].devices:
-            if device in left:
-                left[device] -= _freed(by_name[name], presence)
-    return {device: size for device, size in left.items() if size > 0}
+        for pool in by_name[name].pools:
+            if pool in left:
+                left[pool] -= _freed(by_name[name], presence, pool)
+    return {pool: size for pool, size in left.items() if size > 0}

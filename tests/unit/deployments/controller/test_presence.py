@@ -159,6 +159,32 @@ def test_the_idle_one_sleeps_first_and_wakes_when_it_is_asked_for(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(("host", "becomes"), [(14, Presence.ASLEEP), (11, Presence.UNLOADED)])
+def test_one_on_a_gpu_is_unloaded_where_its_host_cannot_hold_its_weights(
+    serve: FakeServe,
+    calls: FakeCalls,
+    monkeypatch: pytest.MonkeyPatch,
+    host: int,
+    becomes: Presence,
+) -> None:
+    monkeypatch.setattr(presence, "_held_bytes", lambda *_, on_gpus: 10 * GIB)
+    # "core0" is what its replicas say; beside ten GiB of weights an engine takes 1.5 of the host.
+    gpu = {"name": "core0", "kind": "cuda", "gpu": 0, "memory": 15 * GIB}
+    config = Config(
+        devices=[{**gpu, "host_memory": host * GIB}],
+        models=[HERE, AWAY],
+        elastic={"residence_s": 0},
+    )
+
+    async def scenario() -> None:
+        async with running(config) as one:
+            await wanted(one, "away")
+            await until(lambda: one._fleet.registry.record("here").presence is not Presence.READY)
+            assert one._fleet.registry.record("here").presence is becomes
+
+    asyncio.run(scenario())
+
+
 def test_one_with_requests_goes_once_they_have_ended(
     serve: FakeServe,
     calls: FakeCalls,

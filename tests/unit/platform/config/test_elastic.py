@@ -67,3 +67,11 @@ def test_a_wrong_field_is_named_with_its_line(
         parse(FILE.replace(old, new, 1))
     assert str(error.value).startswith(f"config:{line}: {field}: ")
     assert says in str(error.value)
+
+
+def test_only_a_gpu_has_memory_of_a_host_beside_its_own() -> None:
+    gpu = "devices: [{name: g, kind: cuda, gpu: 0, memory: 70GiB, host_memory: 200GiB}]"
+    models = "models: [{name: a, source: demo, devices: [g]}]"
+    assert parse(f"{gpu}\n{models}").devices[0].host_memory == 200 * 2**30
+    with pytest.raises(ConfigError, match=r"devices\[0\]\.host_memory: .*set memory alone"):
+        parse(f"{gpu.replace('kind: cuda, gpu: 0', 'cores: [0]')}\n{models}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
 from loomserve.platform.config import Idle, Model
-from loomserve.platform.devices.memory import replica_bytes
+from loomserve.platform.devices.memory import GPU_ENGINE_BYTES, replica_bytes
 from loomserve.platform.elastic.observe import ElasticObserver
 from loomserve.platform.elastic.policy.snapshot import ElasticModel
 from loomserve.platform.fleet.fleet import Fleet
@@ -23,12 +24,12 @@ KV = MODEL.kv_cache_memory
 class Watched:
     """A fleet of one model, and its observer."""
 
-    def __init__(self, model: Model = MODEL, target: int = 1) -> None:
+    def __init__(self, model: Model = MODEL, target: int = 1, gpus: Collection[str] = ()) -> None:
         self.fleet = Fleet(DEVICES, drain_timeout_s=60)
         self.model = model
         self.fleet.registry.add(model, target)
         self.wake_s: dict[str, float] = {}
-        self.observer = ElasticObserver(self.fleet, {}, self.wake_s)
+        self.observer = ElasticObserver(self.fleet, {}, self.wake_s, gpus)
         self.observer.sizes.set_weights(model.name, 1000)
 
     def report(self, now: float, **changes: Any) -> None:
@@ -99,6 +100,19 @@ def test_it_is_there_since_its_start_ended_not_since_that_was_wished() -> None:
     watched.seen(41, "m")
     watched.fleet.registry.set_presence("m", Presence.READY, 10, "it has requests")
     assert watched.seen(42).since_s == 11
+
+
+def test_the_weights_of_one_that_falls_asleep_on_a_gpu_count_on_its_host_from_the_first() -> None:
+    watched = Watched(gpus=MODEL.devices)
+    watched.report(10)
+    assert watched.seen(10).host_held_bytes == GPU_ENGINE_BYTES
+    watched.fleet.registry.set_presence("m", Presence.ASLEEP, 11, "")
+    assert watched.seen(11).host_held_bytes == GPU_ENGINE_BYTES + 1000
+    watched.report(12, asleep=True)
+    assert watched.seen(12).host_held_bytes == GPU_ENGINE_BYTES + 1000
+    watched.fleet.registry.set_presence("m", Presence.UNLOADED, 13, "")
+    assert watched.seen(13).host_held_bytes == GPU_ENGINE_BYTES + 1000
+    assert Watched().seen(0).host_held_bytes == 0
 
 
 def test_one_that_falls_asleep_holds_all_until_it_does_and_then_what_was_measured() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from loomserve.platform.config import Model
 from loomserve.platform.devices.memory import ENGINE_BYTES, GPU_ENGINE_BYTES
 from loomserve.platform.elastic.sizes import ModelSizes
+from loomserve.platform.state import Presence
 
 GIB = 2**30
 
@@ -19,5 +20,8 @@ def test_a_gpu_is_without_the_weights_of_a_model_that_sleeps() -> None:
         sizes.set_weights(model.name, 16 * GIB)
     assert sizes.ready(on_gpu) == 36 * GIB + GPU_ENGINE_BYTES
     assert sizes.asleep(on_gpu) == GPU_ENGINE_BYTES
+    awake, asleep = GPU_ENGINE_BYTES, GPU_ENGINE_BYTES + 16 * GIB
+    assert sizes.on_host(on_gpu) == {Presence.READY: awake, Presence.ASLEEP: asleep}
+    assert sizes.on_host(on_core) == {}
     assert sizes.ready(on_core) == 36 * GIB + ENGINE_BYTES
     assert sizes.asleep(on_core) == 16 * GIB + ENGINE_BYTES

@@ -94,6 +94,9 @@ def test_gpus_are_used_where_there_are_some() -> None:
     config = found.counted
     assert [(each.name, each.gpu) for each in config.devices] == [("gpu0", 0), ("gpu1", 1)]
     assert {each.memory for each in config.devices} == {72 * GIB}
+    # Equal parts of what a node without GPUs would have for its cores.
+    assert {each.host_memory for each in config.devices} == {int((24 * 15 / 16 - 2) / 2 * GIB)}
+    assert next(said(found)) == "device gpu0: 72.0 GiB for models, 10.2 GiB of its host"
     assert config.models[0].devices == ("gpu0", "gpu1")
     assert (config.models[0].replicas, found.config.models[0].replicas) == (2, "auto")
     assert config.models[0].engine == {}
@@ -109,6 +112,18 @@ def test_a_gpu_without_free_memory_takes_no_models() -> None:
     given = "devices: [{name: g, kind: cuda, gpu: 1}]\nmodels: {a: demo}"
     with pytest.raises(StartError, match=r"device 'g' is GPU 1, which is not there"):
         made(given, **full)
+
+
+def test_what_the_file_says_of_a_gpus_host_stays_and_cores_have_the_host_alone() -> None:
+    gpus = {LOCAL_NODE: node(gpus={0: 80 * GIB, 1: 80 * GIB})}
+    given = "{name: g, kind: cuda, gpu: 0, host_memory: 16GiB}, {name: h, kind: cuda, gpu: 1}"
+    config = made(f"devices: [{given}]\nmodels: {{a: demo}}", **gpus).config
+    assert [each.host_memory for each in config.devices] == [16 * GIB, int((22.5 - 2 - 16) * GIB)]
+    with pytest.raises(StartError, match=r"for engines on GPUs on device 'h'.*devices.host_memory"):
+        made(f"devices: [{given.replace('16', '20')}]\nmodels: {{a: demo}}", **gpus)
+    beside = f"{given}, {{name: c, cores: [0]}}"
+    devices = made(f"devices: [{beside}]\nmodels: {{a: demo}}", **gpus).config.devices
+    assert [each.host_memory for each in devices] == [16 * GIB, None, None]
 
 
 def test_a_cluster_s_devices_are_all_that_its_nodes_have() -> None:

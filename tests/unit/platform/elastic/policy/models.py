@@ -7,6 +7,7 @@ from typing import Any
 
 from loomserve.platform.elastic.policy.decide import decide
 from loomserve.platform.elastic.policy.snapshot import (
+    HOST,
     ElasticDecision,
     ElasticModel,
     ElasticRules,
@@ -30,11 +31,25 @@ def model(name: str, presence: Presence = Presence.READY, **changes: Any) -> Ela
     return ElasticModel(name=name, presence=presence, **{**given, **changes})
 
 
+def on_gpu(
+    name: str, presence: Presence = Presence.READY, weights: float = 3.0, **changes: Any
+) -> ElasticModel:
+    """Of the host it takes 0.5 bytes, and its weights while it sleeps, which the GPU then lacks."""
+    host = {Presence.READY: 0.5, Presence.ASLEEP: 0.5 + weights}
+    held = changes.pop("host_held_bytes", host.get(presence, 0.0))
+    return model(name, presence, host_bytes=host, host_held_bytes=held, **changes)
+
+
 def decided(
-    models: Sequence[ElasticModel], *demands: str, budget: float = 10.0, waited_s: float = 0.0
+    models: Sequence[ElasticModel],
+    *demands: str,
+    budget: float = 10.0,
+    waited_s: float = 0.0,
+    host: float | None = None,
 ) -> ElasticDecision:
     asked = [ModelDemand(name, waited_s) for name in demands]
-    return decide(ElasticSnapshot(models, asked, {"d": budget}), RULES)
+    budgets = {"d": budget} if host is None else {"d": budget, "d" + HOST: host}
+    return decide(ElasticSnapshot(models, asked, budgets), RULES)
 
 
 def changes(decision: ElasticDecision) -> dict[str, Presence]:
