@@ -55,12 +55,12 @@ DASHBOARD = Dashboard(
             (Query(total("vllm:generation_tokens_total", "device", DEVICE), "{{device}}"),),
         ),
         Panel(
-            "How much memory do its engines' processes take?",
-            "Resident; of an engine on a GPU that is the machine's, not the GPU's. Steady growth: "
-            "note the model and restart its replica.",
+            "How much of its memory do its engines have?",
+            "What their processes have for themselves, or what they have of the GPU; of a pipeline "
+            "all of it. Steady growth: note the model and restart its replica.",
             (
                 Query(
-                    f"sum by (device, model) (process_resident_memory_bytes{DEVICE})",
+                    f"sum by (device, model) (loomserve_engine_memory_bytes{DEVICE})",
                     "{{device}} {{model}}",
                 ),
             ),

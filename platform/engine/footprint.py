@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from prometheus_client import Gauge
 
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.engine.core.host import EngineEnded
@@ -19,6 +20,12 @@ from loomserve.platform.state import FootprintState
 
 _PERIOD_S = 8.0
 """Reading what is a process's own walks its page tables: some milliseconds a GiB."""
+
+
+MEMORY = Gauge(
+    "loomserve_engine_memory_bytes",
+    "What an engine has of its device's memory, KV included: of the host's on cores, else of GPUs.",
+)
 
 
 class Footprint:
@@ -43,6 +50,7 @@ class Footprint:
         while True:
             with contextlib.suppress(TimeoutError, EngineEnded):
                 size = await self._measure()
+                MEMORY.set(size)
                 self.state = FootprintState(
                     **self._facts, memory_bytes=size, memory_measured_at=time.monotonic()
                 )

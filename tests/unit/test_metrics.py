@@ -27,6 +27,7 @@ from loomserve.platform.adapters.messages import Adapter, AdapterRoute
 from loomserve.platform.batch.metrics import BatchMetrics
 from loomserve.platform.disaggregation.metrics import HandoffMetrics
 from loomserve.platform.elastic.metrics import WaitingMetrics
+from loomserve.platform.engine import footprint
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.http.exposition import merge, split_gauges
 from loomserve.platform.lending import metrics as lending
@@ -420,7 +421,7 @@ def test_the_catalog_lists_every_metric_with_its_labels(
     handoff = HandoffMetrics(of_engine)
     handoff.prompt("local")
     handoff.prompt_tokens(stored=1, recomputed=0)
-    for metric in vars(lending).values():
+    for metric in (*vars(lending).values(), footprint.MEMORY):
         if isinstance(metric, MetricWrapperBase):
             of_engine.register(metric)
     preemptions = PreemptionMetrics(

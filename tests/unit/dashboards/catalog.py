@@ -10,14 +10,11 @@ import promql_parser as promql
 
 ROOT = Path(__file__).parents[3]
 
-ENGINE = frozenset({"model", "replica", "device"})
 # Of vLLM's metrics on the platform's page: those of an engine, and which are histograms.
-_VLLM_LABELS = ENGINE | {"model_name", "engine"}
+_VLLM_LABELS = frozenset({"model", "replica", "device", "model_name", "engine"})
 _VLLM_OWN = {"vllm:request_success_total": frozenset({"finished_reason"})}
 _VLLM_HISTOGRAMS = re.compile(r"_(seconds|tokens)$")
 _OTHERS = {
-    # Of every process on the page.
-    "process_resident_memory_bytes": ENGINE,
     # Prometheus' own.
     "ALERTS": frozenset({"alertname", "alertstate", "severity"}),
     "up": frozenset({"job", "instance"}),

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client import REGISTRY
 
 from loomserve.platform.engine import footprint
 from loomserve.platform.engine.core.host import EngineEnded
@@ -41,6 +42,7 @@ def test_the_last_measurement_stays_while_an_engine_does_not_answer(
 
     asyncio.run(scenario())
     assert asked[:5] == [None, 7, 7, 7, 9]
+    assert REGISTRY.get_sample_value("loomserve_engine_memory_bytes") == 9
 
 
 def test_a_processs_own_memory_grows_with_what_it_writes() -> None:
