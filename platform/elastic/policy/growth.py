@@ -44,9 +44,8 @@ def grow(snapshot: ElasticSnapshot, rules: ElasticRules, name: str, device: str)
     ]
     if awaited:
         return Growth(fits=False, why=f"requests wait for {', '.join(awaited)} on {device}")
-    pools = [
-        pool for pool in replace(model, devices=(device,)).pools if pool in snapshot.budgets
-    ]  # fmt: skip
+    one = replace(model, devices=(device,))
+    pools = [pool for pool in one.pools if pool in snapshot.budgets]
     missing = {
         pool: model.bytes_as(Presence.READY, pool)
         + sum(each.held_in(pool) for each in there if pool in each.pools)
