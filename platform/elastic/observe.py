@@ -94,6 +94,8 @@ class ElasticObserver:
             host_bytes=on_host,
             wake_s=self._wake_s.get(name, _WAKE_S),
             load_s=self._load_s.get(name, _LOAD_S),
+            # vLLM allocates a GPU's memory so that it can be given back only if it is told to.
+            can_sleep=rules is not None or not on_host,
             pinned=model.pinned,
             choices=() if live else self._choices(record),
             heat=self.busy.share(name),

@@ -159,12 +159,21 @@ def test_the_idle_one_sleeps_first_and_wakes_when_it_is_asked_for(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("host", "becomes"), [(14, Presence.ASLEEP), (11, Presence.UNLOADED)])
-def test_one_on_a_gpu_is_unloaded_where_its_host_cannot_hold_its_weights(
+@pytest.mark.parametrize(
+    ("host", "idle", "becomes"),
+    [
+        (14, Idle(), Presence.ASLEEP),
+        (11, Idle(), Presence.UNLOADED),
+        # vLLM was not started so that it can sleep.
+        (14, None, Presence.UNLOADED),
+    ],
+)
+def test_one_on_a_gpu_is_unloaded_where_it_cannot_sleep_or_its_host_not_hold_its_weights(
     serve: FakeServe,
     calls: FakeCalls,
     monkeypatch: pytest.MonkeyPatch,
     host: int,
+    idle: Idle | None,
     becomes: Presence,
 ) -> None:
     monkeypatch.setattr(presence, "_held_bytes", lambda *_, on_gpus: 10 * GIB)
@@ -172,7 +181,7 @@ def test_one_on_a_gpu_is_unloaded_where_its_host_cannot_hold_its_weights(
     gpu = {"name": "core0", "kind": "cuda", "gpu": 0, "memory": 15 * GIB}
     config = Config(
         devices=[{**gpu, "host_memory": host * GIB}],
-        models=[HERE, AWAY],
+        models=[HERE.model_copy(update={"idle": idle}), AWAY],
         elastic={"residence_s": 0},
     )
 

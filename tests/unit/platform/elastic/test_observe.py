@@ -102,6 +102,14 @@ def test_it_is_there_since_its_start_ended_not_since_that_was_wished() -> None:
     assert watched.seen(42).since_s == 11
 
 
+def test_an_engine_on_a_gpu_sleeps_only_if_it_was_started_so() -> None:
+    stays = MODEL.model_copy(update={"idle": None})
+    for model, gpus, sleeps in (
+        (MODEL, MODEL.devices, True), (stays, MODEL.devices, False), (stays, (), True)
+    ):  # fmt: skip
+        assert Watched(model, gpus=gpus).seen(0).can_sleep is sleeps
+
+
 def test_the_weights_of_one_that_falls_asleep_on_a_gpu_count_on_its_host_from_the_first() -> None:
     watched = Watched(gpus=MODEL.devices)
     watched.report(10)
