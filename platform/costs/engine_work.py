@@ -18,6 +18,10 @@ class EngineWork:
     use; the part that grows with the KV is attention. A step that also computes prompts takes
     longer than a step that only decodes, by the time of the prompts.
 
+    What a GPU's step of few requests takes, one of many takes as well: its weights are read once.
+    So of the constant only the share counts that the step's requests have of those that it could
+    have; the rest of it is left to others.
+
     Attributes:
         prefill_s: Seconds of prompts.
         attention_s: Seconds of attention in decoding.
@@ -25,7 +29,9 @@ class EngineWork:
         tokens: Tokens whose KV was written, of prompts and generated.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_running: int | None = None) -> None:
+        """``most_running``: requests that a step of a GPU may have; None: this is no GPU."""
+        self._most_running = most_running
         self.prefill_s = self.attention_s = self.linear_s = 0.0
         self.tokens = 0
         self._squares, self._products = np.zeros((3, 3)), np.zeros(3)
@@ -45,7 +51,7 @@ class EngineWork:
         """
         self.tokens += generated + computed
         features = np.array((1.0, generated, kv_usage))
-        decoding, attention = self._predicted(features)
+        decoding, attention, constant = self._predicted(features)
         # A request whose prompt is not done is in the batch without a generated token.
         if generated and not computed and generated >= running:
             self._fit(features, seconds)
@@ -55,18 +61,27 @@ class EngineWork:
         decoding = min(decoding, seconds)
         self.prefill_s += seconds - decoding
         self.attention_s += decoding * attention
-        self.linear_s += decoding * (1 - attention)
+        left = constant * (1 - self._fullness(generated, kv_usage))
+        self.linear_s += decoding * max(0.0, 1 - attention - left)
 
-    def _predicted(self, features: np.ndarray) -> tuple[float, float]:
-        """Predict the seconds of a step that only decodes, and attention's share of them."""
+    def _fullness(self, generated: int, kv_usage: float) -> float:
+        """Share of the requests that a step could have, for which there must be KV memory, too."""
+        if self._most_running is None:
+            return 1.0
+        return min(1.0, max(generated / self._most_running, kv_usage))
+
+    def _predicted(self, features: np.ndarray) -> tuple[float, float, float]:
+        """Predict the seconds of a step that only decodes, and of them the shares of attention and
+        of what is the same for any number of requests."""
         if self._steps < _LEAST_STEPS:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         penalty = _RIDGE * np.diag(np.maximum(np.diag(self._squares), 1e-12))
         parts = np.linalg.solve(self._squares + penalty, self._products) * features
         whole = float(parts.sum())
         if whole <= 0:
-            return 0.0, 0.0
-        return whole, min(max(float(parts[2]) / whole, 0.0), 1.0)
+            return 0.0, 0.0, 0.0
+        constant, _, attention = (min(max(float(part) / whole, 0.0), 1.0) for part in parts)
+        return whole, attention, constant
 
     def _fit(self, features: np.ndarray, seconds: float) -> None:
         self._squares = _KEPT * self._squares + np.outer(features, features)

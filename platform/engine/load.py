@@ -53,7 +53,10 @@ class ServedRequest(NamedTuple):
 class LoadMeter:
     """The latest load of one engine; ``read`` may be called at any time, by the same thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, most_running: int | None = None
+    ) -> None:
+        """``most_running`` is that of :class:`EngineWork`."""
         self._clock = clock
         self._running = 0
         self._waiting = 0
@@ -62,7 +65,7 @@ class LoadMeter:
         self._last_step_at: float | None = None
         self._scheduling: dict[str, Any] | None = None
         self._served = _Means()
-        self._work = EngineWork()
+        self._work = EngineWork(most_running)
 
     def step(
         self,

@@ -40,8 +40,10 @@ class _Stay:
 class CoreMeter:
     """Fed by EngineCore's thread with each request and each step; any thread may ``read``."""
 
-    def __init__(self) -> None:
-        self._load, self._turnaround = LoadMeter(), Turnaround()
+    def __init__(self, most_running: int | None = None) -> None:
+        """``most_running``: requests that a step of a GPU may have; None: this is no GPU."""
+        self._load = LoadMeter(most_running=most_running)
+        self._turnaround = Turnaround()
         self._metrics = ScheduledRequestMetrics()
         self.asleep = False
         """Whether the engine sleeps."""

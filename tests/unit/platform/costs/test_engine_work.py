@@ -68,3 +68,32 @@ def test_tokens_count_those_of_prompts_and_answers() -> None:
     work.step(0.1, running=2, generated=2, computed=30, kv_usage=0.1)
     work.step(0.1, running=2, generated=2, computed=0, kv_usage=0.1)
     assert work.tokens == 34
+
+
+def decoded(work: EngineWork, generated: int, kv_usage: float) -> float:
+    """Share of the time that is somebody's, of steps that only decode, once they are known."""
+    begin = work.attention_s + work.linear_s
+    for _ in range(100):
+        seconds = step_s(generated, kv_usage)
+        work.step(
+            seconds, running=generated, generated=generated, computed=0, kv_usage=kv_usage
+        )  # fmt: skip
+    return (work.attention_s + work.linear_s - begin) / (100 * seconds)
+
+
+def test_a_gpus_step_of_few_requests_leaves_what_more_of_them_would_share() -> None:
+    of = {"gpu": EngineWork(most_running=64), "core": EngineWork()}
+    for work in of.values():
+        chance = random.Random(0)
+        for _ in range(2000):
+            generated, kv_usage = chance.randint(1, 64), chance.random()
+            seconds = step_s(generated, kv_usage)
+            work.step(
+                seconds, running=generated, generated=generated, computed=0, kv_usage=kv_usage
+            )
+    assert decoded(of["core"], 2, 0.02) == pytest.approx(1)
+    # A constant of 10 ms, and 1.8 for two requests, which have a 32nd of the places.
+    assert decoded(of["gpu"], 2, 0.02) == pytest.approx((10 / 32 + 1.8) / 11.8, rel=0.1)
+    # All places are taken, or all memory is.
+    assert decoded(of["gpu"], 64, 0.5) == pytest.approx(1, abs=0.02)
+    assert decoded(of["gpu"], 16, 1.0) == pytest.approx(1, abs=0.02)
