@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+def own_worker() -> StoreConnectorWorker | None:
+    """What copies this process's blocks to and from the store; None: its engine has no store."""
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    return connector.connector_worker if isinstance(connector, StoreConnector) else None
 
 
 class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]

@@ -144,6 +144,11 @@ class StoreConnectorWorker:
         elif saves and sound and (self._one_graph or computed >= self.memory.layers_here):
             saver.save_computed([save[self._rank] for save in saves])
 
+    def give_back(self) -> None:
+        """Do without the GPU's memory that is there for saves, until the next step."""
+        *_, saver = self.threads
+        saver.give_back()
+
     def take_failed(self) -> set[int]:
         failed, self._failed = self._failed, set()
         return failed

@@ -9,6 +9,7 @@ _KEPT = 0.999
 _LEAST_STEPS = 30
 # Ridge penalty for features that have not varied yet: the constant part then gets all of a step.
 _RIDGE = 1e-3
+_PENALISED = np.array((0.0, 1.0, 1.0))
 
 
 class EngineWork:
@@ -75,7 +76,7 @@ class EngineWork:
         of what is the same for any number of requests."""
         if self._steps < _LEAST_STEPS:
             return 0.0, 0.0, 0.0
-        penalty = _RIDGE * np.diag(np.maximum(np.diag(self._squares), 1e-12))
+        penalty = _RIDGE * np.diag(np.maximum(np.diag(self._squares), 1e-12) * _PENALISED)
         parts = np.linalg.solve(self._squares + penalty, self._products) * features
         whole = float(parts.sum())
         if whole <= 0:

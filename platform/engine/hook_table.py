@@ -1566,8 +1566,8 @@ TABLE: tuple[Hook, ...] = (
         "vllm.distributed.kv_transfer",
         ("get_kv_transfer_group", "has_kv_transfer_group"),
         HookKind.READ,
-        "The connector is told that its memory has moved.",
-        "platform/lending/engine/worker.py",
+        "The connector is told that its memory has moved, or is to be given back.",
+        "kvstore/engine/connector.py",
     ),
     Hook(
         "vllm.model_executor.layers.utils",

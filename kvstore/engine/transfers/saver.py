@@ -130,6 +130,11 @@ class Saver(TransferThread):
             self.layer_done(layer)
         self.finish(sound=True)
 
+    def give_back(self) -> None:
+        """Wait until all is saved, and give back what it was staged in, until the next save."""
+        if self._staging is not None:
+            self._thread.submit(self._staging.give_back).result()
+
     def finish(self, *, sound: bool) -> None:
         """Wait until the engine may overwrite its blocks.
 

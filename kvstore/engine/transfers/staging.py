@@ -40,9 +40,20 @@ class Staging:
     def __init__(self, of: BatchedMemory, stream: HostStream) -> None:
         self.of = of
         self._part_blocks = max(1, STEP_BYTES // (of.layers * of.layer_bytes))
-        self.memory = of.beside(2 * self._part_blocks)
+        # At the start, so that a GPU without room for it fails then.
+        self._memory: BatchedMemory | None = self._room()
         self._stream = stream
         self._free = deque((0, self._part_blocks))
+
+    def _room(self) -> BatchedMemory:
+        return self.of.beside(2 * self._part_blocks)
+
+    @property
+    def memory(self) -> BatchedMemory:
+        """What blocks are staged in; taken again where it was given back."""
+        if self._memory is None:
+            self._memory = self._room()
+        return self._memory
 
     def fits(self, saves: Sequence[Save]) -> bool:
         """Whether there is room; it stays so until it is taken."""
@@ -58,6 +69,11 @@ class Staging:
             self._stream.wait(step)
             self.memory.take(self.of, blocks, part)
         return Staged(_placed(saves, part), self._stream.hold(), part)
+
+    def give_back(self) -> None:
+        """Give its memory back, until something is staged again; nothing is just now."""
+        assert len(self._free) == 2, "what is staged has not been saved"
+        self._memory = None
 
     def free(self, part: int) -> None:
         """Give back what was staged."""

@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
+from vllm.config import VllmConfig
 from vllm.v1.engine import (
     EngineCoreEventType,
     EngineCoreOutput,
@@ -51,6 +53,12 @@ class CoreMeter:
         self._arrived = 0
         self._idle_since: float | None = time.monotonic()
         self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> Self:
+        """That of an engine with this configuration."""
+        on_gpu = config.device_config.device_type == "cuda"
+        return cls(config.scheduler_config.max_num_seqs if on_gpu else None)
 
     def arrived(self, request: Request, now: float) -> None:
         """A request has come; what it was answered elsewhere is among its tokens."""

@@ -62,9 +62,7 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         """``host`` is where front ends on other nodes reach it; None: there are none."""
         self._network = NetworkSockets(host) if host is not None else None
         self.steps = 0
-        on_gpu = config.device_config.device_type == "cuda"
-        self.meter = CoreMeter(config.scheduler_config.max_num_seqs if on_gpu else None)
-        self.loads = LoadBook()
+        self.meter, self.loads = CoreMeter.of(config), LoadBook()
         self._departures = Departures()
         self._sleep = EngineSleep(self)
         self._adapters = EngineAdapters(self)

@@ -7,6 +7,7 @@ from typing import Any
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
+from loomserve.kvstore.engine.connector import own_worker
 from loomserve.platform.engine.gpu_memory import taken_bytes
 from loomserve.platform.engine.resumption.model_runner import ResumesRequests
 
@@ -33,6 +34,8 @@ class ResumingGpuWorker(Worker):  # type: ignore[misc]
 
     def sleep(self, level: int = 1) -> None:
         """Give memory back, whatever other engines take of the GPU meanwhile."""
+        if (store := own_worker()) is not None:
+            store.give_back()
         try:
             super().sleep(level)
         except AssertionError as error:

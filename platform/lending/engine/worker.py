@@ -12,11 +12,9 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from loomserve.kvstore.engine.connector import StoreConnector
-from loomserve.kvstore.engine.connector_worker import StoreConnectorWorker
+from loomserve.kvstore.engine.connector import own_worker
 from loomserve.platform.lending.engine.attention import share_context
 from loomserve.platform.lending.engine.block_partitions import OWN, borrowed_partitions
 from loomserve.platform.lending.engine.borrower_worker import BorrowerWorker, StepLimits
@@ -122,7 +120,7 @@ class TakesPartInLending(ABC):
         )
         model = OwnModel(runner.get_model(), self.vllm_config)
         self._borrower = BorrowerWorker(context, kv, limits, self._leaf)
-        self._shards = ShardWorker(context, kv, model, limits, self._leaf, _store)
+        self._shards = ShardWorker(context, kv, model, limits, self._leaf, own_worker)
         self._lender = LenderWorker(context, self._server, kv, model.module)
 
     def _geometry(self, attention: list[Any]) -> Geometry:
@@ -248,12 +246,6 @@ class SortsRows:
             batch = self.input_batch
             first = batch.block_table[0].block_table.np[: batch.num_reqs, 0]
             _sort_rows(batch, [self.lending.partitions.of(block) for block in first.tolist()])
-
-
-def _store() -> StoreConnectorWorker | None:
-    """Return what copies blocks to and from the KV store, if this engine has one."""
-    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
-    return connector.connector_worker if isinstance(connector, StoreConnector) else None
 
 
 def _sort_rows(batch: Any, partitions: list[int]) -> None:

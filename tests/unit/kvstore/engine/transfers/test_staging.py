@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -138,3 +139,18 @@ def test_other_memory_than_that_which_is_staged_is_waited_for(store: Store, gpu:
     assert not gpu.saver.stages([save_of("a", [1])])
     gpu.saver.save_computed([save_of("a", [1])])
     assert_stored(store, gpu, "a", other[:, [1]])
+
+
+def test_an_engine_that_sleeps_does_without_the_room_until_it_saves_again(
+    store: Store, gpu: Gpu
+) -> None:
+    staged = gpu.saver._staging
+    assert staged is not None
+    gpu.saver.save_computed([save_of("a", [1, 2])])
+    rows = weakref.ref(staged.memory)
+    # It waits for what is still to be saved.
+    gpu.saver.give_back()
+    assert rows() is None
+    assert_stored(store, gpu, "a", gpu.caches[:, [1, 2]])
+    gpu.saver.save_computed([save_of("b", [3])])
+    assert_stored(store, gpu, "b", gpu.caches[:, [3]])

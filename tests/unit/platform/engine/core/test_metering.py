@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,28 @@ def test_a_request_is_measured_from_its_arrival_to_its_end() -> None:
     assert load.pace.request_s == pytest.approx(0.7)
     assert load.weighted_turnaround is not None
     assert load.weighted_turnaround >= 1
+
+
+@pytest.mark.parametrize(("device", "work_s"), [("cpu", 40.0), ("cuda", 1.25)])
+def test_one_request_is_little_work_for_a_gpu_whose_steps_may_have_many(
+    device: str, work_s: float
+) -> None:
+    config: Any = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        scheduler_config=SimpleNamespace(max_num_seqs=64),
+    )
+    meter = CoreMeter.of(config)
+    meter.arrived(request("a"), 0.0)
+    # Until it is known what a step takes for any number of requests, each counts as a whole.
+    for at in range(1, 102):
+        running = SchedulerStats(num_running_reqs=1, kv_cache_usage=1 / 32)
+        meter.step({1: outputs(EngineCoreOutput("a", [5]), told=running)}, float(at))
+        if at == 61:
+            begun = meter.read().work
+    work = meter.read().work
+    assert work is not None
+    assert begun is not None
+    assert work.linear_s - begun.linear_s == pytest.approx(work_s, rel=0.05)
 
 
 def test_a_step_for_several_front_ends_is_one_step() -> None:

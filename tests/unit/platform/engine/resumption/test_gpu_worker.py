@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 from vllm.v1.worker.gpu_worker import Worker
 
+from loomserve.platform.engine.resumption import gpu_worker
 from loomserve.platform.engine.resumption.gpu_worker import GREW_MEANWHILE, ResumingGpuWorker
 
 
@@ -21,6 +23,16 @@ def _slept(monkeypatch: pytest.MonkeyPatch, said: str | None) -> list[int]:
     monkeypatch.setattr(Worker, "sleep", sleep)
     ResumingGpuWorker.__new__(ResumingGpuWorker).sleep(2)
     return levels
+
+
+def test_what_the_store_takes_of_the_gpu_is_given_back_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = SimpleNamespace(gave_back=0)
+    store.give_back = lambda: setattr(store, "gave_back", 1)
+    monkeypatch.setattr(gpu_worker, "own_worker", lambda: store)
+    assert _slept(monkeypatch, None) == [2]
+    assert store.gave_back
 
 
 def test_vllm_counts_what_all_engines_of_the_gpu_take() -> None:
