@@ -6,6 +6,11 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+
+# With vLLM's CUDA wheel it needs a driver.
+pytest.importorskip("vllm.device_allocator.cumem", exc_type=ImportError)
+
+# isort: split
 from vllm.v1.worker.gpu_worker import Worker
 
 from loomserve.platform.engine.resumption import gpu_worker
