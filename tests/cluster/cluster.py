@@ -236,5 +236,6 @@ class Running:
     def answers(self) -> list[Answer]:
         self._thread.join(300)
         assert self.load.ended.is_set()
-        assert [one.lost for one in self.load.answers if one.lost] == []
+        lost = [one.lost for one in self.load.answers if one.lost]
+        assert not lost, lost
         return self.load.answers

@@ -63,9 +63,10 @@ def hands_over(platform: Platform) -> bool:
     return handoffs(platform, "continued") > before
 
 
-def has_prompts(platform: Platform) -> bool:
-    replicas = model_state(platform, HOT)["replicas"]
-    return any(one["in_flight"] for one in replicas if one["role"] == "prefill")
+def in_flight(platform: Platform, replica: str) -> float:
+    """Requests that the gateway has open on a replica; its heartbeats know of none that are short,
+    as are prompts of which its cache has most."""
+    return platform.metric("loomserve_requests_in_flight", model=HOT, replica=replica)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -75,11 +76,15 @@ def test_an_engine_is_killed(
 ) -> None:
     wait_for(lambda: hands_over(separated), 60)
     before = separated.metric(CONTINUED, model=HOT, reason="gone")
-    victim = next(one for one in model_state(separated, HOT)["replicas"] if one["role"] == role)
+    replicas = {one["role"]: one for one in model_state(separated, HOT)["replicas"]}
+    victim = replicas[role]
     engine = engine_process(victim)
     with running(separated, asked) as load:
         if when == "while prompts are computed":
-            wait_for(lambda: has_prompts(separated), 10)
+            until = time.monotonic() + 60
+            while not in_flight(separated, replicas["prefill"]["id"]):
+                assert time.monotonic() < until, "no prompt was computed"
+                time.sleep(_LOOK_S)
             assert first_tokens(load) < REQUESTS
         else:
             until = time.monotonic() + 60
