@@ -249,13 +249,13 @@ class Controller(PlanMethods):
     @replies
     async def set_pair(self, pair: str, enabled: bool) -> LendingState:
         self._fleet.loans.set_pair(pair, enabled)
-        await self._told()
+        await self._tell()
         return self._fleet.loans.state(time.monotonic())
 
     @replies
     async def drain_loan(self, name: str) -> LendingState:
         self._fleet.loans.drain(name, time.monotonic())
-        await self._told()
+        await self._tell()
         return self._fleet.loans.state(time.monotonic())
 
     # What it publishes
@@ -263,16 +263,19 @@ class Controller(PlanMethods):
     async def _published(self, work: Awaitable[T]) -> T:
         """The result of ``work``, once it is kept and gateways go by it."""
         result = await work
-        await self._told()
+        await self._tell()
         return result
 
     async def _told(self) -> PlatformState:
         """The state, once what was changed is kept and gateways go by it."""
+        await self._tell()
+        return self._state()
+
+    async def _tell(self) -> None:
         await self._save()
         await self._publish()
         # Whoever has the answer may ask any gateway for what it was about.
         await self._routes.taken()
-        return self._state()
 
     async def _save(self) -> None:
         """Keep what operators wish, for the controller after this one."""
