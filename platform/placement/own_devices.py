@@ -30,6 +30,11 @@ class NodeParts:
     parts: MachineParts
     taken: float
 
+    @property
+    def left(self) -> float:
+        """Bytes that engines may take."""
+        return _CPU_SHARE * self.parts.memory - self.taken
+
 
 def own_devices(nodes: Mapping[str, NodeParts]) -> tuple[Device, ...]:
     """Devices of all that there is: GPUs where a node has some, else its cores.
@@ -77,7 +82,7 @@ def _with_host(device: Device, devices: Sequence[Device], node: NodeParts) -> De
         return device
     given = sum(each.host_memory or 0 for each in there)
     sharing = sum(each.host_memory is None for each in there)
-    memory = (_CPU_SHARE * node.parts.memory - node.taken - given) / sharing
+    memory = (node.left - given) / sharing
     if memory < GPU_ENGINE_BYTES:
         raise _too_little(device, node, "devices.host_memory")
     return device.model_copy(update={"host_memory": int(memory) // _MIB * _MIB})
@@ -93,8 +98,7 @@ def _with_share(device: Device, devices: Sequence[Device], node: NodeParts) -> D
         there = [each for each in devices if each.kind == "cpu" and each.on == device.on]
         given = sum(each.memory or 0 for each in there)
         cores = sum(len(each.cores) for each in there if each.memory is None)
-        left = _CPU_SHARE * node.parts.memory - node.taken - given
-        memory = left * len(device.cores) / cores
+        memory = (node.left - given) * len(device.cores) / cores
     if memory < _MIB:
         raise _too_little(device, node, "devices.memory")
     return device.model_copy(update={"memory": int(memory) // _MIB * _MIB})

@@ -9,7 +9,7 @@ for as long, and goes when those that it has have ended; so nobody waits for eve
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from loomserve.platform.elastic.policy.snapshot import (
@@ -68,8 +68,8 @@ class _Room:
         if model is None or model.presence is Presence.READY:
             return
         model = self._placed(model, demand.device)
-        bounded = [pool for pool in model.pools if pool in self._budgets]
-        if never := self._why_never(model, bounded):
+        bounded = self._bounded(model)
+        if never := self._why_never(model):
             self._refuse(model, never)
             return
         grows = {
@@ -99,9 +99,13 @@ class _Room:
         room = {pool: max(0.0, left.get(pool, self._planned[pool])) for pool in hosts}
         return {**{pool: -size for pool, size in room.items()}, **lacks}
 
-    def _why_never(self, model: ElasticModel, pools: Sequence[str]) -> str:
+    def _bounded(self, model: ElasticModel) -> list[str]:
+        """Pools of a model that have bounds."""
+        return [pool for pool in model.pools if pool in self._budgets]
+
+    def _why_never(self, model: ElasticModel) -> str:
         """Why there is no room for it whoever else goes, if so."""
-        for pool in pools:
+        for pool in self._bounded(model):
             pinned = [
                 each
                 for each in self._models.values()
@@ -121,7 +125,9 @@ class _Room:
     def _placed(self, model: ElasticModel, device: str | None) -> ElasticModel:
         """On the device where least is lost, if the platform may choose; but where others go for it
         already, there it stays."""
-        possible = [each for each in model.choices if not self._why_never_on(model, each)]
+        possible = [
+            each for each in model.choices if not self._why_never(replace(model, devices=(each,)))
+        ]
         if not possible:
             return model
         sites = [self._site(model, device) for device in possible]
@@ -131,19 +137,10 @@ class _Room:
         self._there[model.name] = best.device, why_there(best, sites)
         return replace(model, devices=(best.device,))
 
-    def _why_never_on(self, model: ElasticModel, device: str) -> str:
-        pools = replace(model, devices=(device,)).pools
-        return self._why_never(model, [pool for pool in pools if pool in self._budgets])
-
     def _site(self, model: ElasticModel, device: str) -> Site:
         there = replace(model, devices=(device,))
-        missing = self._missing(
-            {
-                pool: there.bytes_as(Presence.READY, pool)
-                for pool in there.pools
-                if pool in self._budgets
-            }
-        )
+        grows = {pool: there.bytes_as(Presence.READY, pool) for pool in self._bounded(there)}
+        missing = self._missing(grows)
         bounded = device in self._budgets
         return Site(
             device=device,
@@ -236,8 +233,8 @@ class _Room:
         """What a model takes of its hosts by its sleep, as far as they have bounds."""
         return {
             pool: model.bytes_as(Presence.ASLEEP, pool) - model.held_in(pool)
-            for pool in model.pools
-            if pool.endswith(HOST) and pool in self._budgets
+            for pool in self._bounded(model)
+            if pool.endswith(HOST)
         }
 
     def _may_sleep(self, model: ElasticModel) -> bool:
