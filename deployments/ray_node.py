@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import ray._private.state as ray_state
 
 from loomserve.platform.nodes.node import STATE_VARIABLE
 from loomserve.platform.nodes.resources import STATE, name_in
@@ -29,16 +30,20 @@ class LivingNode:
     Attributes:
         ray_id: Ray's own id of it, another one each time that it joins.
         has_state: Whether it has what there is but once.
+        is_leaving: Whether Ray starts nothing on it, and will end it.
     """
 
     ray_id: str
     has_state: bool
+    is_leaving: bool = False
 
 
 def living_nodes() -> dict[str, LivingNode]:
     """The platform's nodes that are up, as Ray knows it, by name."""
+    # Serve asks for it likewise; what is public does not say it.
+    leaving = ray_state.state.get_draining_nodes()
     return {
-        name: LivingNode(node["NodeID"], STATE in node["Resources"])
+        name: LivingNode(node["NodeID"], STATE in node["Resources"], node["NodeID"] in leaving)
         for node in ray.nodes()
         if node["Alive"] and (name := name_in(node["Resources"])) is not None
     }

@@ -303,7 +303,7 @@ class Controller(PlanMethods):
             models=models,
             # Of no use without models, for which gateways wait.
             aliases=self._fleet.aliases.all if models else {},
-            drained_nodes=tuple(sorted(self._fleet.nodes.drained)),
+            drained_nodes=tuple(sorted(self._fleet.nodes.emptied)),
         )
         await self._routes.publish(routes)
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Collection
 from loomserve.deployments.controller.models import ModelLifecycle
 from loomserve.deployments.controller.serve_apps import ServeApps
 from loomserve.deployments.kvstore.node_stores import NodeStores
+from loomserve.deployments.ray_node import LivingNode
 from loomserve.platform.access.policy.bank import LimitBank
 from loomserve.platform.base.periodic import every
 from loomserve.platform.config import Config
@@ -53,7 +54,6 @@ class NodeKeeper:
         self._models, self._apps = models, apps
         self._limits, self._publish, self._clock = limits, publish, clock
         self._stores = stores
-        self._left_to_ray: set[str] = set()
         self._taken_over: set[str] = set()
 
     async def run(self) -> None:
@@ -64,22 +64,31 @@ class NodeKeeper:
         """Look which nodes are up, and do what that asks for."""
         nodes = self._fleet.nodes
         up = await self._apps.nodes()
-        nodes.up = frozenset(up)
+        leaving = frozenset(name for name, node in up.items() if node.is_leaving)
+        nodes.follow(frozenset(up), leaving)
         self._limits.keep_nodes(nodes.up)
         nodes.state_node = next((name for name, node in up.items() if node.has_state), "")
-        self._models.set_nodes(nodes.up, frozenset(nodes.drained))
+        self._models.set_nodes(nodes.up, nodes.emptied)
         await self._publish()
         if self._config.has_gateways_on_each_node:
             await self._start_gateways()
         now = self._clock()
-        self._left_to_ray &= nodes.drained.keys()
         await self._take_over(nodes.drained.keys() & up.keys())
-        for name, since in nodes.drained.items():
-            if name in up and name not in self._left_to_ray and self._may_leave(name, since, now):
-                self._left_to_ray.add(name)
-                if name in nodes_with_gateways(await self._apps.statuses()):
-                    await self._apps.end_gateway(name)
-                await self._apps.drain_node(up[name].ray_id, _RAY_DEADLINE_S)
+        for name in [*nodes.drained]:
+            if name in up and name not in nodes.left and self._may_leave(name, now):
+                await self._leave(name, up[name])
+
+    async def _leave(self, name: str, node: LivingNode) -> None:
+        nodes = self._fleet.nodes
+        # Whoever takes the drain back meanwhile waits for the node to come back.
+        nodes.leave(name)
+        try:
+            if name in nodes_with_gateways(await self._apps.statuses()):
+                await self._apps.end_gateway(name)
+            await self._apps.drain_node(node.ray_id, _RAY_DEADLINE_S)
+        except BaseException:
+            nodes.left.discard(name)
+            raise
 
     async def _take_over(self, leaving: Collection[str]) -> None:
         """Have other nodes' KV stores keep what those have that leave, once."""
@@ -90,8 +99,10 @@ class NodeKeeper:
                 blocks = await self._stores.take_over(name)
                 _log.info("other nodes have %d KV blocks of node %s", blocks, name)
 
-    def _may_leave(self, name: str, since: float, now: float) -> bool:
-        if now - since < _LEAST_DRAIN_S:
+    def _may_leave(self, name: str, now: float) -> bool:
+        # It may have been taken back since.
+        since = self._fleet.nodes.drained.get(name)
+        if since is None or now - since < _LEAST_DRAIN_S:
             return False
         late = now - since > self._config.server.drain_timeout_s
         return late or self._fleet.nodes.is_empty(name, now)

@@ -1626,6 +1626,13 @@ TABLE: tuple[Hook, ...] = (
         "deployments/ray_node.py",
     ),
     Hook(
+        "ray._private.state:GlobalState",
+        ("get_draining_nodes()",),
+        HookKind.READ,
+        "Nodes that Ray is about to leave, whoever has told it to.",
+        "deployments/ray_node.py",
+    ),
+    Hook(
         "ray.scripts.scripts",
         ("drain_node(address, node_id, reason, reason_message, deadline_remaining_seconds)",),
         HookKind.READ,

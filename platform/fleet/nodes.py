@@ -57,6 +57,10 @@ class FleetNodes:
     """Nodes that are up, whether or not they are drained."""
     drained: dict[str, float] = field(default_factory=dict)
     """Nodes that operators drain, and since when."""
+    leaving: frozenset[str] = frozenset()
+    """Nodes that Ray is about to leave; each comes back as another of Ray's nodes, if at all."""
+    left: set[str] = field(default_factory=set)
+    """Drained nodes that Ray has been told to leave, and may have left."""
     state_node: str = LOCAL_NODE
     """That which has what there is but once."""
     _gateways: dict[str, _Gateway] = field(default_factory=dict)
@@ -81,7 +85,23 @@ class FleetNodes:
     @property
     def usable(self) -> frozenset[str]:
         """Nodes on which something may be started."""
-        return self.up - self.drained.keys()
+        return self.up - self.emptied
+
+    @property
+    def emptied(self) -> frozenset[str]:
+        """Nodes that are to have nothing."""
+        return self.leaving | self.drained.keys()
+
+    def follow(self, up: frozenset[str], leaving: frozenset[str]) -> None:
+        """Take over which nodes Ray knows to be up, and which of them it is about to leave."""
+        self.up, self.leaving = up, leaving
+        self.left &= self.emptied
+        self._drain_devices()
+
+    def leave(self, name: str) -> None:
+        """Note that Ray is told to leave a drained node, for which nothing is taken back."""
+        self.left.add(name)
+        self.leaving |= {name}
 
     def node_of(self, replica: ReplicaRecord) -> str:
         return self.on.get(replica.device, LOCAL_NODE)
@@ -115,7 +135,7 @@ class FleetNodes:
         self._drain_devices()
 
     def undrain(self, name: str) -> None:
-        """Give a node work again.
+        """Give a node work again, once it is back where Ray has been told to leave it.
 
         Raises:
             NotFound: there is no such node.
@@ -150,12 +170,14 @@ class FleetNodes:
         )
 
     def _drain_devices(self) -> None:
-        devices = {device for device, node in self.on.items() if node in self.drained}
+        devices = {device for device, node in self.on.items() if node in self.emptied}
         self.registry.drains.devices = frozenset(devices)
 
     def _status(self, name: str, now: float) -> NodeStatus:
-        if name in self.drained:
-            return NodeStatus.DRAINED if self.is_empty(name, now) else NodeStatus.DRAINING
+        if name in self.emptied:
+            stays = name in self.up and name not in self.left - self.leaving
+            done = not stays and self.is_empty(name, now)
+            return NodeStatus.DRAINED if done else NodeStatus.DRAINING
         return NodeStatus.UP if name in self.up else NodeStatus.DOWN
 
     @property

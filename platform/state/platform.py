@@ -34,7 +34,7 @@ class Presence(StrEnum):
 class NodeStatus(StrEnum):
     UP = "up"
     DRAINING = "draining"  # what is open on it ends or goes on elsewhere
-    DRAINED = "drained"  # nothing is open on it, and nothing is started
+    DRAINED = "drained"  # nothing is open on it, nothing is started, and Ray has left it
     DOWN = "down"
 
 

@@ -49,7 +49,14 @@ class TwoGateways:
         return httpx.Client(base_url=self.urls[node], headers=headers, timeout=180)
 
     def whole(self) -> bool:
-        return {each["replicas"] for each in self.node_states().values()} == {1}
+        """Whether all nodes are up with a replica each, and take clients."""
+        states = self.node_states().values()
+        up = all(each["replicas"] == 1 and each["status"] == "up" for each in states)
+        return up and all(map(answers, self.urls))
+
+    def take_back(self) -> None:
+        with self.platform.admin() as admin:
+            admin.request("DELETE", "/admin/v1/nodes/two/drain").raise_for_status()
 
     def node_states(self) -> dict[str, dict[str, Any]]:
         with self.platform.admin() as admin:
@@ -64,6 +71,13 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoGateways]:
         cluster(machines, tmp_path_factory.mktemp("gateways")) as running,
     ):
         yield TwoGateways(running)
+
+
+def listens(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.get(f"{url}/ready", timeout=5)
+        return True
+    return False
 
 
 def completion(client: httpx.Client, number: int = 0, tokens: int = 20) -> httpx.Response:
@@ -173,7 +187,24 @@ def test_a_node_that_is_drained_is_left_and_its_gateway_says_so(two: TwoGateways
         until(lambda: two.node_states()["two"]["status"] == "drained", 120)
         print(f"drained after {time.monotonic() - began:.0f} s")
         assert text(completion(one, 7, TOKENS)) == whole
-        assert admin.request("DELETE", "/admin/v1/nodes/two/drain").status_code == 200
+        two.take_back()
+
+
+def test_a_drain_taken_back_as_the_node_is_left_begins_nothing_there_that_ends_with_it(
+    two: TwoGateways,
+) -> None:
+    until(two.whole, UP_S, lambda: f"{two.node_states()}\n{two.cluster.ray_logs()}")
+    joined = two.nodes[1].said.count(" is up at ")
+    with two.platform.admin() as admin:
+        assert admin.post("/admin/v1/nodes/two/drain").status_code == 202
+    # Ray is told to leave the node in the same breath.
+    until(lambda: not listens(two.urls[1]), 120, "its gateway does not end")
+    two.take_back()
+    assert two.node_states()["two"]["status"] in ("draining", "down")
+    until(two.whole, UP_S, lambda: f"{two.node_states()}\n{two.cluster.ray_logs()}")
+    assert two.nodes[1].said.count(" is up at ") == joined + 1
+    with two.http(0) as one, two.http(1) as other:
+        assert text(completion(other, 7, TOKENS)) == text(completion(one, 7, TOKENS))
 
 
 def test_without_its_head_the_other_node_answers_until_the_head_is_back(two: TwoGateways) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,6 +43,16 @@ class Apps:
 
     async def drain_node(self, ray_id: str, deadline_s: float) -> None:
         self.drained.append(ray_id)
+        await self.meanwhile()
+        if self.fails:
+            raise RuntimeError("Ray is away")
+        self.up = {
+            name: replace(node, is_leaving=node.is_leaving or node.ray_id == ray_id)
+            for name, node in self.up.items()
+        }
+
+    async def meanwhile(self) -> None:
+        """What happens while Ray is being told."""
 
 
 class Models:
@@ -181,3 +192,36 @@ def test_a_node_that_does_not_get_empty_is_left_after_its_time(scene: Scene) -> 
     scene.fleet.report(report("m-b0", "b0", model=MODEL), 131)
     scene.follow(131)
     assert scene.apps.drained == ["ray-b"]
+
+
+def test_a_drain_taken_back_as_ray_is_told_holds_until_the_node_is_back(scene: Scene) -> None:
+    async def taken_back() -> None:
+        scene.fleet.nodes.undrain("b")
+
+    scene.apps.meanwhile = taken_back
+    scene.follow()
+    scene.fleet.report(report("m-a0", "a0", model=MODEL), scene.now)
+    scene.fleet.nodes.drain("b", scene.now)
+    scene.follow(112)
+    for now in (113, 114):
+        # Nothing is begun there that would end with it.
+        scene.follow(now)
+        assert scene.apps.gateways == set()
+        assert scene.models.told[-1] == (frozenset("ab"), frozenset("b"))
+    scene.apps.up["b"] = LivingNode("ray-b2", has_state=False)
+    scene.follow(130)
+    assert scene.apps.gateways == {"b"}
+    assert scene.models.told[-1] == (frozenset("ab"), frozenset())
+
+
+def test_ray_is_told_again_if_it_could_not_be_told(scene: Scene) -> None:
+    scene.follow()
+    scene.fleet.report(report("m-a0", "a0", model=MODEL), scene.now)
+    scene.fleet.nodes.drain("b", scene.now)
+    scene.apps.fails = True
+    with pytest.raises(RuntimeError):
+        scene.follow(112)
+    scene.apps.fails = False
+    scene.follow(114)
+    scene.follow(116)
+    assert scene.apps.drained == ["ray-b", "ray-b"]

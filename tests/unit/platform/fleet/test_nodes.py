@@ -71,7 +71,48 @@ def test_a_node_is_drained_once_nothing_is_open_on_it() -> None:
     some.nodes.take(heartbeat("g", "b", sequences=1), 12.0)
     assert statuses(some, 12.0)["b"] == "draining"
     some.nodes.take(heartbeat("g", "b"), 13.0)
+    # Ray has yet to leave it, with which all ends that would be started there meanwhile.
+    assert statuses(some, 13.0)["b"] == "draining"
+    some.nodes.leave("b")
+    assert statuses(some, 13.0)["b"] == "draining"
+    some.nodes.follow(frozenset("ac"), frozenset())
     assert statuses(some, 13.0)["b"] == "drained"
+    some.nodes.follow(frozenset("abc"), frozenset())
+    assert statuses(some, 13.0)["b"] == "drained"
+    assert some.nodes.usable == frozenset("ac")
+    some.nodes.undrain("b")
+    assert statuses(some, 13.0)["b"] == "up"
+
+
+def test_a_drained_node_whose_machine_ends_is_drained() -> None:
+    some = fleet()
+    some.nodes.drain("b", 1.0)
+    some.nodes.follow(frozenset("ac"), frozenset())
+    assert statuses(some, 12.0)["b"] == "drained"
+
+
+def test_a_node_that_ray_leaves_gets_nothing_until_it_is_back() -> None:
+    some = fleet()
+    some.nodes.drain("b", 1.0)
+    some.nodes.leave("b")
+    some.nodes.undrain("b")
+    for leaving in (some.nodes.leaving, frozenset("b")):
+        some.nodes.follow(frozenset("abc"), leaving)
+        assert statuses(some)["b"] == "draining"
+        assert some.nodes.usable == frozenset("ac")
+        assert some.report(report("m-b0", "b0", model=MODEL), 2.0).draining
+    some.nodes.follow(frozenset("ac"), frozenset())
+    assert statuses(some)["b"] == "down"
+    some.nodes.follow(frozenset("abc"), frozenset())
+    assert statuses(some)["b"] == "up"
+    assert not some.report(report("m-b0", "b0", model=MODEL), 2.0).draining
+
+
+def test_a_node_that_ray_leaves_by_itself_gets_nothing() -> None:
+    some = fleet()
+    some.nodes.follow(frozenset("abc"), frozenset("b"))
+    assert statuses(some)["b"] == "draining"
+    assert some.report(report("m-b0", "b0", model=MODEL), 2.0).draining
 
 
 def test_what_has_no_other_place_is_not_drained() -> None:
