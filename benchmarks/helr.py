@@ -1,12 +1,14 @@
 """How much faster is a pipeline over unequal devices if HELR divides its layers?
 
-Two cores, one of which is given a third of its speed by ``--throttle`` processes that compute on it
-at the same priority. Both are measured as ``loomserve profile devices`` does, HELR divides the
-model's layers among them, and real engines (vLLM, a stage a core) decode with that map, with the
-even split either way round, and with other splits: HELR's neighbours, and a grid over both orders
-(``--grid 1`` is every split there is). HELR's engine stays; each other one starts without
-throttling, then both decode the same requests in turns, so each ratio is between runs that follow
-each other. Throughput is counted while all requests decode.
+Two cores, one of which is given a third of its speed: a process of real-time priority, for which
+one must be root or have CAP_SYS_NICE, takes it for two of every three milliseconds, whether or not
+the engine wants it. (Processes of the engine's own priority slow a stage that waits less than one
+that computes: the kernel lets whoever has slept go first.) Both are measured as ``loomserve profile
+devices`` does, HELR divides the model's layers among them, and real engines (vLLM, a stage a core)
+decode with that map, with the even split either way round, and with other splits: HELR's
+neighbours, and a grid over both orders (``--grid 1`` is every split there is). HELR's engine stays;
+each other one starts at full speed, then both decode the same requests in turns, so each ratio is
+between runs that follow each other. Throughput is counted while all requests decode.
 
 ``share_of_best`` compares HELR with the best of all splits by the medians of those ratios; the best
 of many noisy ones is partly luck, so it is run once more, which alone counts.
@@ -26,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,9 @@ from loomserve.platform.placement.policy.placer import PlacedModel, Wanted, plac
 SOURCE = "demo"
 PROMPT = 16
 NEIGHBOURS = (-4, -2, -1, 1, 2, 4)
+# Short beside a step of a stage; real-time processes may have 95 % of each second.
+_SLICE_S = 0.003
+_TAKER_STARTS_S = 20.0
 
 
 class Engine:
@@ -100,27 +106,40 @@ class Engine:
 
 
 @contextmanager
-def throttled(core: int, processes: int) -> Iterator[None]:
-    """So many processes share the core with the engine, each as entitled to it as the engine."""
+def throttled(core: int, slowdown: float) -> Iterator[None]:
+    """Have the core give everybody else the ``slowdown``-th part of its time.
+
+    Raises:
+        SystemExit: it takes more rights than this process has.
+    """
     context = get_context("spawn")
-    others = [context.Process(target=_compute, args=(core,), daemon=True) for _ in range(processes)]
-    for other in others:
-        other.start()
+    ready = context.Event()
+    taker = context.Process(target=_take, args=(core, slowdown, ready), daemon=True)
+    taker.start()
     try:
-        time.sleep(2 if others else 0)  # until they compute
+        if not ready.wait(_TAKER_STARTS_S):
+            raise SystemExit(
+                "a core is slowed down by a process of real-time priority: run this as root, or "
+                "with CAP_SYS_NICE"
+            )
         yield
     finally:
-        for other in others:
-            other.kill()
-            other.join()
+        taker.kill()
+        taker.join()
 
 
-def _compute(core: int) -> None:
+def _take(core: int, slowdown: float, ready: Event) -> None:
     os.sched_setaffinity(0, {core})
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    ready.set()
     parent = os.getppid()
+    begin = time.perf_counter()
     while os.getppid() == parent:
-        for _ in range(1_000_000):
+        taken = begin + _SLICE_S * (slowdown - 1) / slowdown
+        while time.perf_counter() < taken:
             pass
+        begin += _SLICE_S
+        time.sleep(max(0.0, begin - time.perf_counter()))
 
 
 def splits(layers: int, grid: int) -> list[Pipeline]:
@@ -165,7 +184,7 @@ class Comparison:
         """Tokens a second of HELR's engine and of this split's, run by run."""
         other = self.engine(pipeline)
         try:
-            with throttled(self._args.slow_core, self._args.throttle):
+            with throttled(self._args.slow_core, self._args.slowdown):
                 ours: list[float] = []
                 theirs: list[float] = []
                 for run in range(-1, self._args.runs):
@@ -193,7 +212,7 @@ def placed(
     from loomserve.platform.engine.profiling.device_speed import profile_devices
 
     folder = Path(catalog.resolve(SOURCE, Path.cwd()))
-    with throttled(args.slow_core, args.throttle):
+    with throttled(args.slow_core, args.slowdown):
         profile = profile_devices(
             devices, {SOURCE: (str(folder), devices)}, sorted({1, args.batch}), print
         )
@@ -287,7 +306,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="pairs of runs a split")
     parser.add_argument("--batch", type=int, default=8, help="requests of a step")
     parser.add_argument("--tokens", type=int, default=96, help="output tokens of a request")
-    parser.add_argument("--throttle", type=int, default=2, help="processes on the slow core")
+    parser.add_argument(
+        "--slowdown", type=float, default=3.0, help="how many times as slow the slow core is"
+    )
     parser.add_argument("--slow-core", type=int, choices=(0, 1), default=1)
     parser.add_argument(
         "--grid", type=int, default=5, help="layers between splits; 1: all, 0: neighbours only"
