@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,10 +33,12 @@ import psutil
 import uvloop
 
 from benchmarks.load import prompts
-from benchmarks.result_files import machine, publish
+from benchmarks.report import Spread
+from benchmarks.result_files import machine, publish, said_by
 
-GOAL = 20_000.0
-WHOLE_GOAL = 2_000.0
+GOALS = {"chunks": 20_000.0, "whole": 2_000.0}
+BARE = "_bare"
+ARMS = tuple(f"{kind}{ending}" for kind in GOALS for ending in ("", BARE))
 MODEL = "m"
 LONGEST = 2048
 OPTIONS = {"max_model_len": LONGEST, "block_size": 32, "enforce_eager": True, "dtype": "float32"}
@@ -138,9 +141,9 @@ async def load(port: int, plan: Plan, process: psutil.Process) -> dict[str, floa
         )
     common = {"requests_per_s": requests / took, "cores": cpu / took, "kernel_share": kernel / cpu}
     if not plan.stream:
-        return {"gateway_requests_per_core_s": requests / cpu, **common}
+        return {"per_core_s": requests / cpu, **common}
     return {
-        "front_end_chunks_per_core_s": chunks / cpu,
+        "per_core_s": chunks / cpu,
         "chunks_per_s": chunks / took,
         "chunks_due_per_s": plan.streams / plan.period_s / plan.stream_interval,
         **common,
@@ -357,19 +360,57 @@ def _start(core: int, *command: str) -> subprocess.Popen[bytes]:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--runs", type=int, default=3, help="of each arm, in turns")
     parser.add_argument("--streams", type=int, default=128)
     parser.add_argument("--period", type=float, default=0.02, help="seconds between two tokens")
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--warmup", type=float, default=10)
     parser.add_argument("--max-tokens", type=int, help="1000; of whole answers 48, some 200 bytes")
     parser.add_argument("--a-step", type=int, help="tokens in a step: 1; of whole answers all")
-    parser.add_argument("--whole", action="store_true", help="do not stream")
-    parser.add_argument("--bare", action="store_true", help="vLLM's serving layer alone")
     parser.add_argument("--path", default="/v1/chat/completions")
     parser.add_argument("--stream-interval", type=int, default=1)
-    parser.add_argument("--spy", type=Path, help="file for py-spy's stacks of the window")
+    parser.add_argument("--spy", type=Path, help="file for py-spy's stacks of the last window")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
+
+
+def plan_of(arm: str, options: argparse.Namespace) -> Plan:
+    stream = arm.startswith("chunks")
+    most = options.max_tokens or (1000 if stream else WHOLE_TOKENS)
+    return Plan(
+        streams=options.streams,
+        period_s=options.period,
+        seconds=options.seconds,
+        warmup=options.warmup,
+        max_tokens=most,
+        path=options.path,
+        stream_interval=options.stream_interval,
+        a_step=options.a_step or (1 if stream else most),
+        stream=stream,
+        bare=arm.endswith(BARE),
+    )
+
+
+def report(found: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
+    """Arms' figures, and what the front end passes on over vLLM's layer alone, run by run."""
+    counts = {arm: [run["per_core_s"] for run in runs] for arm, runs in found.items()}
+    over = {
+        kind: Spread.of(
+            [
+                with_it / bare
+                for with_it, bare in zip(counts[kind], counts[kind + BARE], strict=True)
+            ]
+        )
+        for kind in GOALS
+        if kind in counts and kind + BARE in counts
+    }
+    return {
+        "per_core_s": {arm: asdict(Spread.of(values)) for arm, values in counts.items()},
+        "over_bare": {kind: asdict(spread) for kind, spread in over.items()},
+        "goals": GOALS,
+        "arms": found,
+    }
 
 
 def main() -> int:
@@ -378,30 +419,20 @@ def main() -> int:
         given = json.loads(options.serve)
         uvloop.run(serve_bare(given) if given["bare"] else serve(given))
         return 0
-    most = options.max_tokens or (WHOLE_TOKENS if options.whole else 1000)
-    plan = Plan(
-        options.streams,
-        options.period,
-        options.seconds,
-        options.warmup,
-        most,
-        options.path,
-        options.stream_interval,
-        options.a_step or (most if options.whole else 1),
-        not options.whole,
-        options.bare,
-    )
     os.sched_setaffinity(0, {OTHER_CORE})
     facts = machine()
+    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in options.arms}
     try:
-        figures = measure(plan, options.spy)
+        for run in range(options.runs):
+            # Whichever of a pair comes first changes, so that a steady drift favours neither.
+            for arm in options.arms if run % 2 == 0 else options.arms[::-1]:
+                found[arm].append(figures := measure(plan_of(arm, options), options.spy))
+                print(f"{arm}: {figures['per_core_s']:.0f} a second of a core", flush=True)
     except RequestFailedError as error:
         print(f"not measured: {error}", file=sys.stderr)
         return 1
-    goal = GOAL if plan.stream else WHOLE_GOAL
-    name = "front_end" if plan.stream else "front_end_whole"
-    name = f"{name}_bare" if plan.bare else name
-    publish(name, {**figures, "goal": goal}, setup=asdict(plan), facts=facts)
+    setup = said_by(options, "spy", "serve")
+    publish("front_end", report(found), setup=setup, facts=facts)
     return 0
 
 

@@ -184,6 +184,46 @@ def pause_of(scenario: str) -> Callable[[], str]:
     return text
 
 
+def front_end(result: Result) -> str:
+    """What one front end passes on beside vLLM's serving layer alone."""
+    data = result.data
+    kinds = {"chunks": "chunks of streams", "whole": "whole answers"}
+    rows = [
+        [
+            name,
+            spread(data["per_core_s"][f"{kind}_bare"], digits=3),
+            spread(data["per_core_s"][kind], digits=3),
+            spread(data["over_bare"][kind], digits=3),
+            number(data["goals"][kind]),
+        ]
+        for kind, name in kinds.items()
+    ]
+    head = ["a second of one core", "vLLM's serving layer alone", "front end", "over it", "goal"]
+    return with_head(f"{counted_runs(result.setup['runs'])}.", head, rows)
+
+
+def adaptive_simulated(result: Result) -> str:
+    """What queues would gain over stock vLLM by knowing all lengths."""
+    arms = {"adaptive_fcfs": "first come", "fair_known": "fair", "sjf_known": "shortest first"}
+    figures = {"throughput": "throughput", "weighted_turnaround": "weighted turnaround"}
+    rows = [
+        [
+            f"{point['lengths']}, {point['max_output']}",
+            f"{100 * point['cut_share']:.0f} %",
+            f"{point['step_ms']:g} + {point['token_ms']:g}",
+            *(number(point["over_stock"][arm][of], 3) for of in figures for arm in arms),
+        ]
+        for point in result.data["points"]
+    ]
+    head = [
+        "requests, answers of at most",
+        "cut off",
+        "ms a step, a token",
+        *(f"{what}: {arm}" for what in figures.values() for arm in arms.values()),
+    ]
+    return with_head(f"n = {result.setup['requests']} requests each.", head, rows)
+
+
 TABLES: Mapping[str, Callable[[Result], str]] = {
     "migrate": migrate,
     "helr": helr,
@@ -191,5 +231,7 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
     "disaggregation": disaggregation,
     "step_overhead": step_overhead,
     "continuation": continuation,
+    "front_end": front_end,
+    "adaptive_simulated": adaptive_simulated,
 }
 """By the name of the file."""

@@ -13,7 +13,17 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from aiohttp.typedefs import Handler
 
-from benchmarks.front_end import NotReadyError, Plan, RequestFailedError, load, served
+from benchmarks.front_end import (
+    ARMS,
+    NotReadyError,
+    Plan,
+    RequestFailedError,
+    load,
+    parse,
+    plan_of,
+    report,
+    served,
+)
 
 PLAN = Plan(
     streams=2,
@@ -77,3 +87,18 @@ def test_a_request_that_is_refused_is_told_at_once() -> None:
 def test_a_window_in_which_nothing_came_is_no_measurement() -> None:
     with pytest.raises(RequestFailedError, match="nothing came"):
         asked(silence, lambda port: load(port, PLAN, psutil.Process()))
+
+
+def test_each_arm_has_its_own_plan() -> None:
+    plans = {arm: plan_of(arm, parse([])) for arm in ARMS}
+    assert {arm for arm, plan in plans.items() if plan.bare} == {"chunks_bare", "whole_bare"}
+    assert {arm for arm, plan in plans.items() if plan.stream} == {"chunks", "chunks_bare"}
+    assert plans["whole"].a_step == plans["whole"].max_tokens
+
+
+def test_the_front_end_is_compared_with_the_bare_layer_run_by_run() -> None:
+    counts = {"chunks": [8.0, 12.0, 9.0], "chunks_bare": [10.0, 12.0, 12.0], "whole": [5.0] * 3}
+    found = report({arm: [{"per_core_s": n} for n in runs] for arm, runs in counts.items()})
+    assert found["per_core_s"]["chunks"]["median"] == 9.0
+    assert found["over_bare"]["chunks"]["all"] == (0.8, 1.0, 0.75)
+    assert set(found["over_bare"]) == {"chunks"}

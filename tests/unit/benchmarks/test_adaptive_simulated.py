@@ -1,0 +1,35 @@
+"""What the simulation of queues that know all lengths compares."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.adaptive_engine import Length
+from benchmarks.adaptive_simulated import StepCost, compared
+
+COST = StepCost.parse("12:0.6")
+
+
+def lengths(answers: list[int]) -> list[Length]:
+    return [Length(20, answer, None) for answer in answers]
+
+
+def test_a_cost_is_of_a_step_and_of_its_tokens() -> None:
+    assert StepCost(12.0, 0.6) == COST
+    assert COST.recompute_s(100) == pytest.approx(0.072)
+
+
+def test_who_knows_lengths_waits_less_where_they_differ() -> None:
+    mixed = random.Random(1).choices([4, 60], k=300)
+    over = compared(lengths(mixed), 64, COST)
+    assert over["sjf_known"]["turnaround"] < over["adaptive_fcfs"]["turnaround"] < 1
+    assert over["fair_known"]["weighted_turnaround"] < 0.7
+
+
+def test_knowing_lengths_gains_nothing_where_all_are_alike() -> None:
+    over = compared(lengths([64] * 200), 64, COST)
+    assert over["sjf_known"]["turnaround"] == pytest.approx(
+        over["adaptive_fcfs"]["turnaround"], rel=0.05
+    )
