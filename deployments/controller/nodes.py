@@ -73,7 +73,7 @@ class NodeKeeper:
         if self._config.has_gateways_on_each_node:
             await self._start_gateways()
         now = self._clock()
-        await self._take_over(nodes.drained.keys() & up.keys())
+        await self._take_over(nodes.emptied & up.keys())
         for name in [*nodes.drained]:
             if name in up and name not in nodes.left and self._may_leave(name, now):
                 await self._leave(name, up[name])

@@ -225,3 +225,17 @@ def test_ray_is_told_again_if_it_could_not_be_told(scene: Scene) -> None:
     scene.follow(114)
     scene.follow(116)
     assert scene.apps.drained == ["ray-b", "ray-b"]
+
+
+def test_a_node_that_ray_leaves_by_itself_is_emptied(scene: Scene) -> None:
+    scene.apps.up["b"] = LivingNode("ray-b", has_state=False, is_leaving=True)
+    scene.follow()
+    scene.follow()
+    assert scene.apps.gateways == set()
+    assert scene.models.told[-1] == (frozenset("ab"), frozenset("b"))
+    assert scene.stores.taken_over == ["b"]
+    # Whoever has told Ray so ends it.
+    assert scene.apps.drained == []
+    scene.apps.up["b"] = LivingNode("ray-b2", has_state=False)
+    scene.follow()
+    assert scene.apps.gateways == {"b"}
