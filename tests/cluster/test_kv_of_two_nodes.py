@@ -69,6 +69,11 @@ def ask(platform: Platform, text: str, **more: Any) -> tuple[str, list[float]]:
     return choice.text, list(choice.logprobs.token_logprobs or [])
 
 
+def alike(one: tuple[str, list[float]], other: tuple[str, list[float]]) -> bool:
+    # A prompt of which some is known is computed in other batches, whose sums round otherwise.
+    return one[0] == other[0] and one[1] == pytest.approx(other[1], abs=1e-3)
+
+
 def set_roles(platform: Platform, **roles: str) -> None:
     with platform.admin() as admin:
         for device, replica in replicas(platform).items():
@@ -94,8 +99,7 @@ def test_what_one_node_has_computed_another_fetches(platform: Platform) -> None:
     before = stores(platform)["two"]["network"]["fetched_blocks"]
     with drained(platform, "core0"):
         there = ask(platform, text)
-    assert there[0] == expected[0]
-    assert there[1] == pytest.approx(expected[1], abs=1e-3)
+    assert alike(there, expected)
     assert stores(platform)["two"]["network"]["fetched_blocks"] > before
 
 
@@ -163,7 +167,7 @@ def test_the_store_of_a_node_that_comes_back_is_known_again(
         expected = ask(platform, text)
     lost.machine.cut_power()
     until(lambda: stores(platform).keys() == {"one"}, 60, two_nodes.ray_logs)
-    assert ask(platform, text) == expected
+    assert alike(ask(platform, text), expected)
     lost.machine.boot()
     lost.start()
     until(lambda: whole(platform), BACK_S, two_nodes.ray_logs)
