@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from loomserve.platform.engine.core import child
 
-if __name__ == "__main__":
+
+def main(control: int) -> None:
     from vllm import AsyncEngineArgs
 
     from loomserve.platform.engine.core.served_core import ServedEngineCore
@@ -24,4 +24,4 @@ if __name__ == "__main__":
 
     ServedEngineCore.step = one_at_a_time  # type: ignore[method-assign]
     AsyncEngineArgs.create_engine_config = asynchronous
-    child.main(int(sys.argv[1]), int(sys.argv[2]))
+    child.main(control)

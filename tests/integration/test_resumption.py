@@ -17,7 +17,6 @@ from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.engine.process import engine_process
 from loomserve.platform.models import catalog
-from loomserve.platform.run.folder import RUN_VARIABLE
 from tests.integration.served_engine import (
     BareFrontEnd,
     ServedEngine,
@@ -166,7 +165,6 @@ def test_the_kv_store_has_what_another_engine_has_computed(tmp_path: Path) -> No
 def test_an_answer_goes_on_with_a_step_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(RUN_VARIABLE, raising=False)  # no fork server has that child
     monkeypatch.setattr(engine_process, "_CHILD", "tests.integration.asynchronous_child")
     start = engine_start(str(catalog.resolve("demo", tmp_path)), tmp_path)
     with served(start) as engine, connected(engine.address) as front_end:
