@@ -27,7 +27,7 @@ test: install ## run the tests, but for those that take minutes each
 	@$(PYTHON) -m pytest -m "not slow" $(SIDE_BY_SIDE) --durations=20 tests/integration
 	@$(PYTHON) -m pytest -m "not slow" $(SIDE_BY_SIDE) --durations=30 tests/e2e tests/cluster
 
-test-all: install ## run all tests, some 90 minutes on two cores
+test-all: install ## run all tests, some two hours on two cores
 	@$(PYTHON) -m pytest $(UNIT_TESTS)
 	@$(PYTHON) -m pytest tests/integration tests/e2e tests/cluster tests/image
 
