@@ -2,13 +2,13 @@
 
 Two cores, one of which is given a third of its speed: a process of real-time priority, for which
 one must be root or have CAP_SYS_NICE, takes it for two of every three milliseconds, whether or not
-the engine wants it. (Processes of the engine's own priority slow a stage that waits less than one
-that computes: the kernel lets whoever has slept go first.) Both are measured as ``loomserve profile
-devices`` does, HELR divides the model's layers among them, and real engines (vLLM, a stage a core)
-decode with that map, with the even split either way round, and with other splits: HELR's
-neighbours, and a grid over both orders (``--grid 1`` is every split there is). HELR's engine stays;
-each other one starts at full speed, then both decode the same requests in turns, so each ratio is
-between runs that follow each other. Throughput is counted while all requests decode.
+the engine wants it, since a slow core is slow for whoever computes there. Both are measured as
+``loomserve profile devices`` does, HELR divides the model's layers among them, and real engines
+(vLLM, a stage a core) decode with that map, with the even split either way round, and with other
+splits: HELR's neighbours, and a grid over both orders (``--grid 1`` is every split there is).
+HELR's engine stays; each other one starts at full speed, then both decode the same requests in
+turns, so each ratio is between runs that follow each other. Throughput is counted while all
+requests decode.
 
 ``share_of_best`` compares HELR with the best of all splits by the medians of those ratios; the best
 of many noisy ones is partly luck, so it is run once more, which alone counts.
