@@ -42,7 +42,7 @@ class TwoGateways:
         self.urls = [f"http://{node.machine.address}:{PORT}" for node in running.nodes]
         running.write(config)
         self.platform: Platform = running.serve()
-        until(lambda: all(map(answers, self.urls)), UP_S, "a node has no gateway")
+        until(lambda: all(map(answers, self.urls)), UP_S, lambda: "a node has no gateway")
 
     def http(self, node: int, token: str | None = None) -> httpx.Client:
         headers = {"Authorization": f"Bearer {token or self.platform.key}"}
@@ -53,6 +53,9 @@ class TwoGateways:
         states = self.node_states().values()
         up = all(each["replicas"] == 1 and each["status"] == "up" for each in states)
         return up and all(map(answers, self.urls))
+
+    def until_whole(self) -> None:
+        until(self.whole, UP_S, lambda: f"{self.node_states()}\n{self.cluster.ray_logs()}")
 
     def take_back(self) -> None:
         with self.platform.admin() as admin:
@@ -179,7 +182,7 @@ def test_a_node_that_is_drained_is_left_and_its_gateway_says_so(two: TwoGateways
         time.sleep(1)
         began = time.monotonic()
         assert admin.post("/admin/v1/nodes/two/drain").status_code == 202
-        until(lambda: not answers(two.urls[1]), 5, "its gateway says that it is ready")
+        until(lambda: not answers(two.urls[1]), 5, lambda: "its gateway says that it is ready")
         assert answers(two.urls[0])
         for thread in threads:
             thread.join(180)
@@ -193,22 +196,22 @@ def test_a_node_that_is_drained_is_left_and_its_gateway_says_so(two: TwoGateways
 def test_a_drain_taken_back_as_the_node_is_left_begins_nothing_there_that_ends_with_it(
     two: TwoGateways,
 ) -> None:
-    until(two.whole, UP_S, lambda: f"{two.node_states()}\n{two.cluster.ray_logs()}")
+    two.until_whole()
     joined = two.nodes[1].said.count(" is up at ")
     with two.platform.admin() as admin:
         assert admin.post("/admin/v1/nodes/two/drain").status_code == 202
     # Ray is told to leave the node in the same breath.
-    until(lambda: not listens(two.urls[1]), 120, "its gateway does not end")
+    until(lambda: not listens(two.urls[1]), 120, lambda: "its gateway does not end")
     two.take_back()
     assert two.node_states()["two"]["status"] in ("draining", "down")
-    until(two.whole, UP_S, lambda: f"{two.node_states()}\n{two.cluster.ray_logs()}")
+    two.until_whole()
     assert two.nodes[1].said.count(" is up at ") == joined + 1
     with two.http(0) as one, two.http(1) as other:
         assert text(completion(other, 7, TOKENS)) == text(completion(one, 7, TOKENS))
 
 
 def test_without_its_head_the_other_node_answers_until_the_head_is_back(two: TwoGateways) -> None:
-    until(two.whole, UP_S, lambda: f"{two.node_states()}\n{two.cluster.ray_logs()}")
+    two.until_whole()
     asked = list(mixture(MODEL, 8, TOKENS, 0, 1))
     expected = Running(two.urls[1], two.platform.key, asked).answers()
     running = Running(two.urls[1], two.platform.key, asked)
@@ -223,7 +226,7 @@ def test_without_its_head_the_other_node_answers_until_the_head_is_back(two: Two
     head.start()
     up_s = time.monotonic() - cut_at
     until(lambda: answers(two.urls[0]), UP_S, head.ray_logs)
-    until(two.whole, UP_S, lambda: f"{two.node_states()}\n{two.cluster.ray_logs()}")
+    two.until_whole()
     print(
         f"the head was back after {up_s:.0f} s, all replicas after {time.monotonic() - cut_at:.0f}"
     )

@@ -208,9 +208,7 @@ def test_a_node_without_power_costs_no_stream_and_no_request_and_comes_back(
     lost = two_nodes.nodes[1]
     running = Running(platform.url, platform.key, asked)
     running.reach(10)
-    there = replicas(platform)["core1"]["id"]
-    # The gateway's own count: the replica's is as old as its last heartbeat.
-    assert platform.metric("loomserve_requests_in_flight", model=MODEL, replica=there) > 0
+    assert platform.in_flight(MODEL, replicas(platform)["core1"]["id"]) > 0
     lost.machine.cut_power()
     assert differences(expected, running.answers()) == {}
     # Those that begin while the node is away.

@@ -76,6 +76,11 @@ class Platform:
         """The sum of a metric's samples that carry the labels."""
         return sum(self.samples(name, **labels))
 
+    def in_flight(self, model: str, replica: str) -> float:
+        """Requests that the gateway has open on a replica, whose heartbeats know of none that are
+        short, as are prompts of which its cache has most."""
+        return self.metric("loomserve_requests_in_flight", model=model, replica=replica)
+
     def samples(self, name: str, **labels: str) -> list[float]:
         with self.admin() as admin:
             page = admin.get("/metrics").raise_for_status().text

@@ -63,12 +63,6 @@ def hands_over(platform: Platform) -> bool:
     return handoffs(platform, "continued") > before
 
 
-def in_flight(platform: Platform, replica: str) -> float:
-    """Requests that the gateway has open on a replica; its heartbeats know of none that are short,
-    as are prompts of which its cache has most."""
-    return platform.metric("loomserve_requests_in_flight", model=HOT, replica=replica)
-
-
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("when", ["while prompts are computed", "while prompts are handed over"])
 def test_an_engine_is_killed(
@@ -82,7 +76,7 @@ def test_an_engine_is_killed(
     with running(separated, asked) as load:
         if when == "while prompts are computed":
             until = time.monotonic() + 60
-            while not in_flight(separated, replicas["prefill"]["id"]):
+            while not separated.in_flight(HOT, replicas["prefill"]["id"]):
                 assert time.monotonic() < until, "no prompt was computed"
                 time.sleep(_LOOK_S)
             assert first_tokens(load) < REQUESTS
