@@ -4,7 +4,7 @@ The requests and the memory of :mod:`benchmarks.adaptive`, in the simulator of t
 policies (:mod:`loomserve.platform.scheduling.simulator`), whose decisions and copies cost nothing:
 no predictor can do better than these arms, which are told each answer's length. Stock vLLM is the
 baseline: first come, first served, computing again what it preempts. A step takes so many
-milliseconds, and so many more for each token in it (``--costs``); ratios hardly depend on them.
+milliseconds, and so many more for each token in it (``--costs``).
 
 ``--data FOLDER`` takes lengths from there, as :mod:`benchmarks.adaptive` does. The last line of the
 output is one JSON object, also written to ``benchmarks/results``.
@@ -108,7 +108,8 @@ def serve(arm: SimulatedArm, lengths: Sequence[Length], most: int, cost: StepCos
         block_bytes=BLOCK_BYTES,
         running=64,
         step_tokens=STEP_TOKENS,
-        swap_bytes=0 if arm.policies.preemption == "recompute" else kv_bytes(1024),
+        # Stock vLLM leaves it empty.
+        swap_bytes=kv_bytes(1024),
     )
     times = simulate(requests, limits, arm.policies, cost.costs()).times.values()
     return Served(

@@ -396,12 +396,7 @@ def report(found: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]
     """Arms' figures, and what the front end passes on over vLLM's layer alone, run by run."""
     counts = {arm: [run["per_core_s"] for run in runs] for arm, runs in found.items()}
     over = {
-        kind: Spread.of(
-            [
-                with_it / bare
-                for with_it, bare in zip(counts[kind], counts[kind + BARE], strict=True)
-            ]
-        )
+        kind: Spread.of_ratios(counts[kind], counts[kind + BARE])
         for kind in GOALS
         if kind in counts and kind + BARE in counts
     }

@@ -254,10 +254,10 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         for pipeline in dict.fromkeys(others):
             if pipeline != placement.pipeline:
                 runs[pipeline] = await comparison.against(helr, pipeline)
-        ratios = {pipeline: _ratios(*of) for pipeline, of in runs.items()}
+        ratios = {pipeline: Spread.of_ratios(*of) for pipeline, of in runs.items()}
         closest = min(ratios, key=lambda pipeline: ratios[pipeline].median)
         # The least of many noisy ratios is low by chance, so that pair is run once more.
-        of_best = _ratios(*await comparison.against(helr, closest))
+        of_best = Spread.of_ratios(*await comparison.against(helr, closest))
     finally:
         helr.close()
     against_even = {label: ratios[split] for label, split in evens.items() if split in ratios}
@@ -295,10 +295,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "predicted_period_ms": 1e3 * placement.period_s,
         "profile": profile.model_dump(mode="json"),
     }
-
-
-def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def main() -> None:

@@ -49,6 +49,11 @@ class Spread:
     def of(cls, values: Sequence[float]) -> Spread:
         return cls(statistics.median(values), min(values), max(values), len(values), tuple(values))
 
+    @classmethod
+    def of_ratios(cls, ones: Sequence[float], others: Sequence[float]) -> Spread:
+        """Of each of the first over its counterpart, which was measured beside it."""
+        return cls.of([one / other for one, other in zip(ones, others, strict=True)])
+
 
 Pair = tuple[Sample, Sample]
 """Samples of the baseline and of the arm compared with it, taken one right after the other."""

@@ -125,11 +125,10 @@ def main() -> int:
     options = arguments()
     facts = machine()
     took = measured(options)
-    ratios = [ours / theirs for ours, theirs in zip(took["loomserve"], took["vllm"], strict=True)]
     result = {
         "two_engines_ready_s": asdict(Spread.of(took["loomserve"])),
         "two_vllm_servers_start_s": asdict(Spread.of(took["vllm"])),
-        "start_ratio": asdict(Spread.of(ratios)),
+        "start_ratio": asdict(Spread.of_ratios(took["loomserve"], took["vllm"])),
         "engine_back_s": asdict(Spread.of(took["back"])),
     }
     publish("start", result, setup=said_by(options, "logs"), facts=facts)

@@ -266,7 +266,7 @@ def _of_tasks(of_arm: Mapping[float, list[Run]], name: str) -> list[float]:
 
 
 def _ratios(values: Sequence[float], base: Sequence[float]) -> dict[str, float]:
-    return asdict(Spread.of([a / b for a, b in zip(values, base, strict=True)]))
+    return asdict(Spread.of_ratios(values, base))
 
 
 def arrivals(trace: Path | None) -> list[Arrival]:
