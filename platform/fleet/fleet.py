@@ -128,6 +128,7 @@ class Fleet:
             leaving=tuple(sorted(self.registry.drains.leaving)),
             ending=tuple(sorted(self.registry.drains.ending)),
             drained_nodes=tuple(sorted(self.nodes.drained)),
+            left_nodes=tuple(sorted(self.nodes.left & self.nodes.drained.keys())),
             pairs_off=tuple(sorted(self.loans.desired.pairs_off)),
             draining_loans=tuple(sorted(self.loans.desired.draining)),
             aliases=self.aliases.all,
@@ -140,7 +141,7 @@ class Fleet:
         self.registry.restore(wishes.models, wishes.drained)
         self.registry.drains.leaving |= set(wishes.leaving)
         self.registry.drains.ending |= set(wishes.ending)
-        self.nodes.restore(wishes.drained_nodes)
+        self.nodes.restore(wishes.drained_nodes, wishes.left_nodes)
         if wishes.aliases is not None:
             self.aliases.restore(wishes.aliases)
         self.adapters.restore(wishes.adapters, wishes.last_adapter)

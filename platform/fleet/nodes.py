@@ -144,9 +144,10 @@ class FleetNodes:
         self.drained.pop(name, None)
         self._drain_devices()
 
-    def restore(self, drained: Collection[str]) -> None:
-        """Take over what was drained of an earlier controller, however long ago."""
+    def restore(self, drained: Collection[str], left: Collection[str]) -> None:
+        """Take over what was drained of an earlier controller, however long ago, and left."""
         self.drained.update(dict.fromkeys(drained, 0.0))
+        self.left.update(left)
         self._drain_devices()
 
     def is_empty(self, name: str, now: float) -> bool:

@@ -41,6 +41,7 @@ class Wishes(_Wish):
     leaving: tuple[str, ...] = Field((), description="Replicas that are drained to be ended.")
     ending: tuple[str, ...] = Field((), description="Those that were drained so.")
     drained_nodes: tuple[str, ...] = Field((), description="Nodes that are to have nothing.")
+    left_nodes: tuple[str, ...] = Field((), description="Those of them that Ray was told to leave.")
     pairs_off: tuple[tuple[str, str], ...] = Field(
         (), description="Borrower and lender, where the first may not borrow from the second."
     )

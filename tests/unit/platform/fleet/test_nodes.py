@@ -155,6 +155,12 @@ def test_what_is_drained_outlives_a_controller() -> None:
     again.restore(some.wishes())
     assert again.report(report("m-b0", "b0", model=MODEL), 1.0).draining
     assert statuses(again)["b"] == "draining"
+    # Ray leaves it, and it joins anew.
+    again.nodes.leave("b")
+    third = Fleet(DEVICES, drain_timeout_s=60)
+    third.restore(again.wishes())
+    third.nodes.follow(frozenset("abc"), frozenset())
+    assert statuses(third)["b"] == "drained"
 
 
 def test_gateways_are_told_of_each_other_until_they_are_silent_or_end() -> None:
