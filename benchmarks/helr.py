@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing import get_context
-from multiprocessing.synchronize import Event
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,6 @@ PROMPT = 16
 NEIGHBOURS = (-4, -2, -1, 1, 2, 4)
 # Short beside a step of a stage; real-time processes may have 95 % of each second.
 _SLICE_S = 0.003
-_TAKER_STARTS_S = 20.0
 
 
 class Engine:
@@ -113,25 +112,31 @@ def throttled(core: int, slowdown: float) -> Iterator[None]:
         SystemExit: it takes more rights than this process has.
     """
     context = get_context("spawn")
-    ready = context.Event()
-    taker = context.Process(target=_take, args=(core, slowdown, ready), daemon=True)
+    began, begins = context.Pipe(duplex=False)
+    taker = context.Process(target=_take, args=(core, slowdown, begins), daemon=True)
     taker.start()
+    begins.close()
     try:
-        if not ready.wait(_TAKER_STARTS_S):
+        try:
+            began.recv()
+        except EOFError:
             raise SystemExit(
                 "a core is slowed down by a process of real-time priority: run this as root, or "
                 "with CAP_SYS_NICE"
-            )
+            ) from None
         yield
     finally:
         taker.kill()
         taker.join()
 
 
-def _take(core: int, slowdown: float, ready: Event) -> None:
+def _take(core: int, slowdown: float, begins: Connection) -> None:
     os.sched_setaffinity(0, {core})
-    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    ready.set()
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except PermissionError:
+        return
+    begins.send(True)
     parent = os.getppid()
     begin = time.perf_counter()
     while os.getppid() == parent:
