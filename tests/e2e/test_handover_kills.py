@@ -5,8 +5,6 @@ The hot model's replica on core0 prefills, that on core1 decodes.
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from benchmarks.continuation import Load, differences
@@ -23,6 +21,7 @@ from tests.e2e.test_continuation import (
 )
 from tests.e2e.test_failures import engine_process
 from tests.e2e.test_prefill_decode import ask, handoffs, new_prompt, separated
+from tests.waiting import within
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -32,7 +31,6 @@ TOKENS = 60
 CONTEXT = 300
 SEQUENCES = REQUESTS + 1
 """One of the requests asks for two answers."""
-_LOOK_S = 0.005
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +73,10 @@ def test_an_engine_is_killed(
     engine = engine_process(victim)
     with running(separated, asked) as load:
         if when == "while prompts are computed":
-            until = time.monotonic() + 60
-            while not separated.in_flight(HOT, replicas["prefill"]["id"]):
-                assert time.monotonic() < until, "no prompt was computed"
-                time.sleep(_LOOK_S)
+            within(60, lambda: bool(separated.in_flight(HOT, replicas["prefill"]["id"])))
             assert first_tokens(load) < REQUESTS
         else:
-            until = time.monotonic() + 60
-            while not 2 <= first_tokens(load) < REQUESTS:
-                assert time.monotonic() < until, "none was handed over"
-                time.sleep(_LOOK_S)
+            within(60, lambda: 2 <= first_tokens(load) < REQUESTS)
         engine.kill()
     assert differences(expected, load.answers) == {}
     if role == "prefill" or when == "while prompts are handed over":
