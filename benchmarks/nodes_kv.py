@@ -68,7 +68,7 @@ MEMORY = 768 * 2**20
 BLOCK_S = 0.03
 """What an engine says that it computes a block for, until it has measured it."""
 DIRECTORY_BLOCKS, DIRECTORY_NODES, DIRECTORY_CHAIN = 1_000_000, 8, 128
-LOOKUPS, BUSY_LOOKUPS, EVENTS = 20_000, 400, 500
+LOOKUPS, ENGINE_LOOKUPS, EVENTS = 20_000, 400, 500
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -188,18 +188,18 @@ def fetch_run(first: Node, second: Node, chains: Sequence[bytes]) -> dict[str, f
 
 def lookup_run(first: Node, second: Node, chains: Sequence[bytes]) -> list[float]:
     """Milliseconds of an engine's lookups while blocks come from the other node."""
-    second.client.ask(Flush(""), Done)
-    until(lambda: directory_blocks(second) >= len(chains) * CHAIN, 0.01)
-    ready = chains[0]
-    second.await_memory(ready)
-    took_ms = []
-    for keys in chains[1:]:
-        while second.found(keys).in_memory * KEY_BYTES < len(keys):
-            took_ms.append(_timed_lookup(second, ready))
+    ready, took_ms = chains[0], list[float]()
+    while len(took_ms) < ENGINE_LOOKUPS:
+        second.client.ask(Flush(""), Done)
+        until(lambda: directory_blocks(second) >= len(chains) * CHAIN, 0.01)
+        second.await_memory(ready)
+        for keys in chains[1:]:
+            while second.found(keys).in_memory * KEY_BYTES < len(keys):
+                took_ms.append(_timed_lookup(second, ready))
     return took_ms
 
 
-def busy_run(node: Node, ready: bytes, lookups: int = BUSY_LOOKUPS) -> list[float]:
+def busy_run(node: Node, ready: bytes, lookups: int = ENGINE_LOOKUPS) -> list[float]:
     """Milliseconds of an engine's lookups while nothing is fetched and no core is free."""
     node.await_memory(ready)
     computes = [sys.executable, "-c", "while True: pass"]
