@@ -3,7 +3,8 @@
 Real prompts go through a real engine in batches of the same composition: without the store, with
 it while it is empty, with the prefix from memory, and with the prefix from SSD. Then each batch
 goes to a platform that prefills on one replica and decodes on another. The answers of each pass
-stand against those of the first. The last line of the output is one JSON object.
+stand against those of the first. All compute in float32, since in bfloat16 a greedy answer depends
+on who is computed with it. The last line of the output is one JSON object.
 
 ``--prompts`` takes JSON lines (gzipped or not); every text field ``--field`` is cut to ``--tokens``
 tokens, so that documents give as many prompts as they have room for.
@@ -23,7 +24,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
@@ -37,10 +38,10 @@ from loomserve.kvstore.server.opening import open_store
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import Inspect, StoreUsage
 from loomserve.kvstore.server.server import StoreServer
-from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
 BATCH = 8
+DTYPE = "float32"
 MODEL = "demo"
 PORT = 18660
 
@@ -72,6 +73,7 @@ def engine(kv_transfer_config: dict[str, Any] | None) -> Any:
     return offline_engine(
         str(catalog.resolve("demo", Path.cwd())),
         kv_transfer_config,
+        dtype=DTYPE,
         max_model_len=1024,
         max_num_seqs=BATCH,
         max_num_batched_tokens=1024,
@@ -112,7 +114,7 @@ def separated(batches: Sequence[list[list[int]]], tokens: int, folder: Path) -> 
                     "max_num_seqs": BATCH,
                     "block_size": BLOCK_TOKENS,
                     "enforce_eager": True,
-                    "dtype": cpu_dtype(),
+                    "dtype": DTYPE,
                 },
             }
         ],
@@ -123,16 +125,34 @@ def separated(batches: Sequence[list[list[int]]], tokens: int, folder: Path) -> 
     with running([arm], start_timeout=600, bind=False):
         arm.thaw()
         time.sleep(5)  # replicas hear of each other with their reports
+        before = handed_over(arm.target)
         found = [uvloop.run(over_http(arm.target, batch, tokens)) for batch in batches]
         time.sleep(2.5)
-        with urllib.request.urlopen(f"{arm.target.url}/metrics", timeout=10) as response:
-            page = response.read().decode()
-    handed_over = metric(page, "loomserve_handoffs_total", outcome="continued")
-    from_store = metric(page, "loomserve_handoff_tokens_total", source="store")
+        after = handed_over(arm.target)
     requests = sum(map(len, batches))
     prompt_tokens = sum(len(ids) for batch in batches for ids in batch)
     answers = [ids for batch in found for ids in batch]
-    return answers, handed_over / requests, from_store / prompt_tokens
+    return (
+        answers,
+        (after.requests - before.requests) / requests,
+        (after.tokens_from_store - before.tokens_from_store) / prompt_tokens,
+    )
+
+
+class HandedOver(NamedTuple):
+    """So far, between replicas that prefill and that decode."""
+
+    requests: float
+    tokens_from_store: float
+
+
+def handed_over(target: Target) -> HandedOver:
+    with urllib.request.urlopen(f"{target.url}/metrics", timeout=10) as response:
+        page = response.read().decode()
+    return HandedOver(
+        metric(page, "loomserve_handoffs_total", outcome="continued"),
+        metric(page, "loomserve_handoff_tokens_total", source="store"),
+    )
 
 
 async def over_http(target: Target, batch: list[list[int]], tokens: int) -> list[list[int]]:
@@ -200,7 +220,7 @@ def passes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         with closing(StoreClient(store_options.address, timeout_ms=5000)) as client:
             usage = client.ask(Inspect(), StoreUsage)
         del llm
-        apart, handed_over, from_store = separated(batches, options.answer, folder)
+        apart, handed_share, from_store = separated(batches, options.answer, folder)
         rounds = {"on_empty": cold, "from_memory": warm, "from_ssd": promoted,
                   "prefill_decode": apart}  # fmt: skip
         for name, got in rounds.items():
@@ -217,7 +237,7 @@ def passes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 "from_ssd": promoted_tokens / total,
                 "prefill_decode": from_store,
             },
-            "handed_over_share": handed_over,
+            "handed_over_share": handed_share,
             "store": {
                 "capacity_bytes": usage.capacity_bytes,
                 "ssd_used_bytes": usage.ssd_used_bytes,
