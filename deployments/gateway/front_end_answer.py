@@ -49,7 +49,8 @@ async def answer(
         receive: tells when the client goes.
         send: takes the answer.
         metrics: count streams.
-        idle_timeout_s: an answer that has begun ends after so long without a byte.
+        idle_timeout_s: an answer of which an engine has given something ends after so long
+            without more, if nothing waits there.
 
     Raises:
         ClientGoneError: the client has gone, and the request is aborted.
@@ -61,7 +62,7 @@ async def answer(
     passed = _PassedAnswer(send, context)
     try:
         async with asyncio.timeout(None) as limit:
-            passed.watch = _Watch(limit, idle_timeout_s)
+            passed.watch = _Watch(limit, idle_timeout_s, context)
             await _run(app, context, passed, receive)
     except TimeoutError:
         if not limit.expired():
@@ -121,21 +122,27 @@ class _Body:
 
 
 class _Watch(StallTimer):
-    """Ends an answer that stands still; ``taken`` is in pieces."""
+    """Ends an answer that stands still; ``taken`` is in pieces.
 
-    def __init__(self, limit: asyncio.Timeout, limit_s: float) -> None:
+    An engine's outputs count, too: not all of them become pieces, as of a tool's arguments.
+    """
+
+    def __init__(self, limit: asyncio.Timeout, limit_s: float, context: AnswerContext) -> None:
         super().__init__(limit_s)
         self.sending = False
         """Whether the client is behind, which is no standstill of the engine."""
         self._limit = limit
+        self._context = context
 
     @property
     def come(self) -> int:
-        return self.taken
+        return self.taken + self._context.outputs
 
     @property
     def excused(self) -> bool:
-        return self.sending
+        # The Responses API tells of an answer that has yet to begin.
+        begun = self._context.outputs > 0
+        return self.sending or not begun or self._context.may_wait
 
     def end(self) -> None:
         self._limit.reschedule(asyncio.get_running_loop().time())

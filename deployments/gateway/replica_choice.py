@@ -35,6 +35,8 @@ class AnswerContext(RoutingContext):
     """Whether a replica has been chosen that is to answer it."""
     on_chosen: Callable[[], object] | None = None
     """Called once, when one is chosen."""
+    queues: dict[RoutingRequest, Callable[[], bool]] = field(default_factory=dict)
+    """Of what engines have of it: whether requests wait at that engine."""
     _waits: ExitStack = field(default_factory=ExitStack)
     _waiting: bool = False
 
@@ -45,6 +47,11 @@ class AnswerContext(RoutingContext):
             self._waits.enter_context(counted)
             if self.trace is not None:
                 self._waits.enter_context(self.trace.during("wait_for_replica"))
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether it may be one of the requests that wait at an engine, as preempted ones do."""
+        return any(has_queue() for has_queue in self.queues.values())
 
     def is_chosen(self) -> None:
         if not self.chosen:
@@ -109,6 +116,7 @@ class ReplicaChoice:
             if request is not None and _is_first(routing):
                 refuse_if_late(request, ticket, self._metrics)
             if context is not None:
+                context.queues[routing] = partial(self._has_queue, decision.replica_id)
                 context.goes_on()
                 if not routing.prompt_only:
                     context.is_chosen()
@@ -120,8 +128,14 @@ class ReplicaChoice:
 
     def left(self, routing: RoutingRequest, replica_id: str) -> None:
         """The request has ended at the replica, or has left it."""
+        if isinstance(routing.context, AnswerContext):
+            routing.context.queues.pop(routing, None)
         if (booked := self._booked.pop(routing, None)) is not None:
             booked.close()
+
+    def _has_queue(self, replica_id: str) -> bool:
+        stats = self._table.stats(replica_id)
+        return stats is not None and stats.load is not None and stats.load.waiting > 0
 
     def _ticket(self, routing: RoutingRequest, request: ForwardRequest | None) -> RoutingTicket:
         expected = request.expected_tokens if request is not None else None

@@ -71,8 +71,8 @@ class Server(Section):
     stream_idle_timeout_s: float = Field(
         60.0,
         gt=0,
-        description="An answer that has begun and of which nothing more comes from its engine for "
-        "so long is ended with an error.",
+        description="An answer of which an engine has given something, and gives no more for so "
+        "long though no request waits there, is ended with an error.",
     )
     header_timeout_s: float = Field(
         10.0, gt=0, description="A client must have sent its whole request by then."

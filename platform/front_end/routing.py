@@ -21,6 +21,8 @@ class RoutingContext:
     """What the front end has ended the request with, which vLLM tells its client in its own way."""
     usage: RequestUsage = field(default_factory=RequestUsage)
     """What engines have computed for it."""
+    outputs: int = 0
+    """How many outputs engines have given for it so far."""
     trace: RequestTrace | None = None
     """Where its stays with replicas are told; None: nowhere."""
 

@@ -236,6 +236,8 @@ class OpenRequest:
         Returns:
             The seconds that it paused while it moved, if this is the first token after that.
         """
+        if self.context is not None:
+            self.context.outputs += 1
         if output.prefill_stats is not None:
             self.computed.begin(output.prefill_stats)
         if self.trace_headers is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequ
 from loomserve.deployments.gateway.front_end_answer import answer
 from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.platform.base.errors import EngineGone, InternalError, TooManyRequests, Unavailable
+from loomserve.platform.front_end.routing import RoutingRequest
 from loomserve.platform.http.client_gone import ClientGoneError
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -29,6 +31,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+def routing() -> RoutingRequest:
+    return RoutingRequest("id", "id", [1], 16, frozenset({"r1"}))
 
 
 class Asked:
@@ -173,9 +179,56 @@ async def test_an_answer_that_stands_still_is_ended() -> None:
         await asyncio.sleep(30)
 
     asked = Asked()
+    asked.context.outputs = 1
     with pytest.raises(EngineGone) as stalled:
         await asked.by(StreamingResponse(events(), media_type="text/event-stream"), 0.2)
     assert stalled.value.code == "engine_stalled"
+
+
+async def test_an_answer_whose_prompt_waits_is_not_ended_though_its_stream_has_begun() -> None:
+    asked = Asked()
+
+    async def events() -> Any:
+        yield b"event: response.created\n\n"
+        await asyncio.sleep(0.5)
+        yield b"data: 1\n\n"
+
+    app = StreamingResponse(events(), media_type="text/event-stream")
+    assert (await asked.by(app, 0.2))[0] == 200
+
+
+async def test_an_answer_that_its_engine_goes_on_with_is_not_ended_though_its_client_gets_nothing() -> (
+    None
+):
+    asked = Asked()
+
+    async def events() -> Any:
+        yield b"data: 1\n\n"
+        for _ in range(10):
+            asked.context.outputs += 1
+            await asyncio.sleep(0.05)
+
+    app = StreamingResponse(events(), media_type="text/event-stream")
+    assert (await asked.by(app, 0.2))[0] == 200
+
+
+async def test_an_answer_that_may_wait_at_its_engine_is_not_ended() -> None:
+    asked = Asked()
+    asked.context.outputs = 1
+    waiting = True
+    asked.context.queues[routing()] = lambda: waiting
+
+    async def events() -> Any:
+        nonlocal waiting
+        yield b"data: 1\n\n"
+        await asyncio.sleep(0.5)
+        waiting = False
+        await asyncio.sleep(30)
+
+    started = time.monotonic()
+    with pytest.raises(EngineGone):
+        await asked.by(StreamingResponse(events(), media_type="text/event-stream"), 0.2)
+    assert time.monotonic() - started > 0.5
 
 
 async def test_an_answer_that_is_slow_is_not_ended() -> None:

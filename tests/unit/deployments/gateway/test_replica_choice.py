@@ -82,6 +82,19 @@ def test_a_request_is_booked_on_the_least_loaded_replica_until_it_leaves() -> No
     assert bench.value("loomserve_requests_in_flight", replica="idle") == 0
 
 
+def test_a_request_may_wait_at_its_engine_as_long_as_requests_do_there() -> None:
+    bench, asked = Bench(one=stats(waiting=1)), context()
+    routing = bench.routing(context=asked)
+    assert not asked.may_wait
+    assert bench.choice.choose(routing) == "one"
+    assert asked.may_wait
+    bench.table.report("one", stats(waiting=0))
+    assert not asked.may_wait
+    bench.table.report("one", stats(waiting=1))
+    bench.choice.left(routing, "one")
+    assert not asked.may_wait
+
+
 @pytest.mark.parametrize(
     ("expected", "allowed", "booked"),
     [(30.0, 500, 30), (None, 500, 256), (None, 50, 50), (300.0, 50, 50), (None, None, 256)],

@@ -138,6 +138,7 @@ def test_an_answers_tokens_and_its_engines_time_are_its_http_requests() -> None:
     last = EngineCoreOutput("r", [1], finish_reason=FinishReason.STOP, kv_transfer_params=told(2))
     one.take(last, 1.0)
     assert last.kv_transfer_params is None, "clients would be told"
+    assert one.context.outputs == 3
     one.end()
     usage = one.context.usage
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (100, 40, 4)
