@@ -315,6 +315,32 @@ def deadlines(result: Result) -> str:
     return f"{with_head(said, head, rows)}\n\n{known}"
 
 
+def slo(result: Result) -> str:
+    """Each queue's goodput over first come, first served, by what is known of lengths."""
+    data = result.data
+    arms, over = data["arms"], data["goodput_vs_fcfs"]
+    rows = [
+        [
+            f"`{arm.partition('_')[0]}`",
+            arm.partition("_")[2],
+            spread(over[arm]) if arm in over else "",
+            number(of["attainment"]),
+            f"{number(of['mean_latency_s'])} s",
+        ]
+        for arm, of in arms.items()
+    ]
+    head = [
+        *("queue", "lengths", "goodput over first come, first served"),
+        *("share in time", "mean latency"),
+    ]
+    said = f"{counted_runs(data['runs'])} of n = {arms['fcfs']['requests']} requests an arm."
+    known = "; ".join(f"`{queue}` {spread(of)}" for queue, of in data["share_of_oracle"].items())
+    return (
+        f"{with_head(said, head, rows)}\n\nOf the goodput of known lengths predicted ones have: "
+        f"{known}. Predictions are off by {number(data['predicted_mae'])} tokens in the mean."
+    )
+
+
 def adaptive(result: Result) -> str:
     data = result.data
     sets = result.setup["sets"]
@@ -409,6 +435,7 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
     "rebalance": rebalance,
     "rebalance_replicas": rebalance_replicas,
     "rebalance_simulated": rebalance_replicas,
+    "slo": slo,
     "deadlines": deadlines,
     "adaptive": adaptive,
     "queues_without_predictions": adaptive,
@@ -434,6 +461,8 @@ TEXTS = {
     "replicas-goodput": spread_of("rebalance_replicas", "goodput_vs_static"),
     "replicas-tokens": spread_of("rebalance_replicas", "throughput_vs_static"),
     "replicas-first-token": spread_of("rebalance_replicas", "p99_ttft_vs_static"),
+    "prefix-over-none": spread_of("prefix", "pairs", "store_vs_no_store", "ttft_p50_ratio"),
+    "prefix-over-stock": spread_of("prefix", "pairs", "store_vs_stock", "ttft_p50_ratio"),
     "documents-again": spread_of("documents", "over", "no_store", "again", "ttft_p50"),
     "documents-by-prefix": spread_of("documents", "over", "prefix_router", "again", "ttft_p50"),
     "documents-restarted": spread_of("documents", "over", "stock", "after_restart", "ttft_p50"),

@@ -1,4 +1,5 @@
-"""Tables of one mechanism by itself: moves of shards, HELR's map, the KV store, continuation."""
+"""Tables of one mechanism by itself: moves of shards, HELR's map, the KV store, continuation, the
+ring of lending."""
 
 from __future__ import annotations
 
@@ -224,6 +225,113 @@ def adaptive_simulated(result: Result) -> str:
     return with_head(f"n = {result.setup['requests']} requests each.", head, rows)
 
 
+def ring(result: Result) -> str:
+    """What a task of lending costs beyond its attention, by rows and by who looks for it."""
+    figures: Mapping[str, Mapping[str, Any]] = result.data["us_a_layer"]
+    counts = [name.rpartition("_")[2] for name in figures if name.startswith("native_polling_")]
+    shown = {
+        ("native", "polling"): "C++, the lender polls between operators",
+        ("native", "idle"): "C++, the lender's engine is idle",
+        ("python", "polling"): "Python, polling",
+        ("python", "idle"): "Python, idle",
+    }
+    rows = [
+        [what, *(spread(figures[f"{how}_{lender}_{of}"]["beyond_us"], "µs") for of in counts)]
+        for (how, lender), what in shown.items()
+    ]
+    runs, context = counted_runs(result.data["runs"]), result.data["context_tokens"]
+    said = f"{runs}, {context} tokens of context; a layer's, beyond its attention."
+    looked = f"A look that finds no task takes {spread(result.data['empty_poll_ns'], 'ns')}."
+    return f"{with_head(said, ['rows in the task', *counts], rows)}\n\n{looked}"
+
+
+def nodes_kv(result: Result) -> str:
+    """What it takes to find and fetch blocks of another node, against the goals."""
+    data = result.data
+
+    def row(what: str, name: str, unit: str, goal: str, digits: int = 2) -> list[str]:
+        return [what, spread(data["spread"][name], unit, digits), goal]
+
+    def percentile(what: str, name: str, unit: str, goal: str) -> list[str]:
+        asked = f"{data[name.rpartition('_')[0] + '_n']:,}"
+        return row(f"{what}, p{name[-2:]} of {asked} a run", name, unit, goal)
+
+    beside = "a lookup of an engine"
+    rows = [
+        percentile(
+            f"a chain of 128 blocks in a directory of {data['directory_blocks']:,.0f} entries",
+            *("directory_chain128_us_p99", "µs", "200 µs"),
+        ),
+        row("such lookups a second of a core", "directory_lookups_per_s", "", "20,000", 3),
+        percentile(
+            "from the answer to a commit until the other node knows of the block",
+            *("event_visible_ms_p99", "ms", "50 ms"),
+        ),
+        row("fetched and verified", "fetch_gb_per_s", "GB/s", "1.2 GB/s", 3),
+        row("CPU of both stores", "fetch_cpu_s_per_gb", "s/GB", "0.6 s/GB"),
+        row("plain copies between the two arenas", "copy_cpu_s_per_gb", "s/GB", ""),
+        percentile(f"{beside} while blocks are fetched", "lookup_beside_fetch_ms_p50", "ms", ""),
+        percentile("the same", "lookup_beside_fetch_ms_p99", "ms", "1 ms"),
+        percentile(
+            f"{beside} beside two processes that only compute",
+            *("lookup_beside_busy_cores_ms_p99", "ms", ""),
+        ),
+    ]
+    first = data["fetch_first"]
+    cold = (
+        f"The first fetch into an arena, which maps its pages: {number(first['gb_per_s'])} GB/s, "
+        f"{number(first['cpu_s_per_gb'])} s/GB of CPU (once)."
+    )
+    said = f"{counted_runs(data['runs'])}."
+    return f"{with_head(said, ['what', 'measured', 'goal'], rows)}\n\n{cold}"
+
+
+def batch_dependence(result: Result) -> str:
+    """How many answers differ from those of all requests at once."""
+    names = {"all_again": "all at once again", "seven": "seven at once", "one": "one at a time"}
+    kinds = [name for name in result.data if name.startswith("differ_in_")]
+    rows = [
+        [what, *(str(result.data[kind][name]) for kind in kinds)] for name, what in names.items()
+    ]
+    head = ["", *(kind.removeprefix("differ_in_") for kind in kinds)]
+    said = f"Of {result.data['of']} answers, how many differ from those computed all at once:"
+    return with_head(said, head, rows)
+
+
+def exactness(result: Result) -> str:
+    """What share of greedy answers is the same, by where the prompts' KV came from."""
+    data, asked = result.data, result.setup
+    names = {
+        "on_empty": "the store has nothing",
+        "from_memory": "from its memory",
+        "from_ssd": "from its disk",
+        "prefill_decode": "from the replica that prefills",
+    }
+    shares, cached = data["identical_share"], data["cached_share"]
+    rows = [
+        [
+            what,
+            f"{round(shares[name] * asked['count'])} of {asked['count']}",
+            number(cached[name]) if name in cached else "",
+        ]
+        for name, what in names.items()
+    ]
+    head = ["KV of the prompt", "the same answer as without a store", "share of tokens found"]
+    said = f"Prompts of {asked['tokens']} tokens, answers of {asked['answer']}, one run."
+    return with_head(said, head, rows)
+
+
+def lending_exactness(_: Result) -> str:
+    return f"Answers that are the same: {same_while_lenders_die()}."
+
+
+def same_while_lenders_die() -> str:
+    """How many answers were the same while lenders were killed, within a sentence."""
+    data = cited("lending_exactness").data
+    killed = data["lenders_killed"]
+    return f"{data['identical']} of {data['compared']}, with {killed} lenders killed"
+
+
 TABLES: Mapping[str, Callable[[Result], str]] = {
     "migrate": migrate,
     "helr": helr,
@@ -231,6 +339,12 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
     "disaggregation": disaggregation,
     "step_overhead": step_overhead,
     "continuation": continuation,
+    "continuation_32": continuation,
+    "ring": ring,
+    "nodes_kv": nodes_kv,
+    "batch_dependence": batch_dependence,
+    "exactness": exactness,
+    "lending_exactness": lending_exactness,
     "front_end": front_end,
     "adaptive_simulated": adaptive_simulated,
 }
