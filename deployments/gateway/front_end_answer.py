@@ -22,7 +22,6 @@ from loomserve.platform.http.engine_errors import (
     engine_stalled,
     send_error,
 )
-from loomserve.platform.http.stall_watch import StallTimer
 from loomserve.platform.requests.metrics import GatewayMetrics
 
 _log = logging.getLogger("ray.serve")
@@ -30,6 +29,8 @@ _log = logging.getLogger("ray.serve")
 _EVENTS = b"text/event-stream"
 # How long vLLM may take to give up a request that nobody waits for.
 _ABORT_TIMEOUT_S = 2.0
+# Within the limit; an answer that stands still ends so much of the limit later at most.
+_LOOKS = 8
 
 
 async def answer(
@@ -121,31 +122,46 @@ class _Body:
         return {"type": "http.request", "body": body, "more_body": False}
 
 
-class _Watch(StallTimer):
-    """Ends an answer that stands still; ``taken`` is in pieces.
+class _Watch:
+    """Ends an answer that stands still, by a few looks within its limit.
 
-    An engine's outputs count, too: not all of them become pieces, as of a tool's arguments.
+    Looking is all that it does: a chunk costs whoever passes it on an addition to ``taken``. An
+    engine's outputs count, too: not all of them become pieces, as of a tool's arguments.
     """
 
     def __init__(self, limit: asyncio.Timeout, limit_s: float, context: AnswerContext) -> None:
-        super().__init__(limit_s)
+        self.taken = 0
+        """Pieces that have been passed on."""
         self.sending = False
         """Whether the client is behind, which is no standstill of the engine."""
-        self._limit = limit
+        self._limit, self._limit_s = limit, limit_s
         self._context = context
+        self._seen = 0
+        self._looks = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s / _LOOKS, self._look)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        come = self.taken + self._context.outputs
+        still = come == self._seen and not self._excused
+        self._looks = self._looks + 1 if still else 0
+        self._seen = come
+        if self._looks == _LOOKS:
+            self._limit.reschedule(asyncio.get_running_loop().time())
+        else:
+            self.start()
 
     @property
-    def come(self) -> int:
-        return self.taken + self._context.outputs
-
-    @property
-    def excused(self) -> bool:
+    def _excused(self) -> bool:
         # The Responses API tells of an answer that has yet to begin.
         begun = self._context.outputs > 0
         return self.sending or not begun or self._context.may_wait
-
-    def end(self) -> None:
-        self._limit.reschedule(asyncio.get_running_loop().time())
 
 
 class _PassedAnswer:

@@ -197,9 +197,7 @@ async def test_an_answer_whose_prompt_waits_is_not_ended_though_its_stream_has_b
     assert (await asked.by(app, 0.2))[0] == 200
 
 
-async def test_an_answer_that_its_engine_goes_on_with_is_not_ended_though_its_client_gets_nothing() -> (
-    None
-):
+async def test_an_answer_whose_engine_goes_on_is_not_ended_though_its_client_gets_nothing() -> None:
     asked = Asked()
 
     async def events() -> Any:
