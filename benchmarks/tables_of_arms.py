@@ -8,9 +8,10 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
+from benchmarks.report import Spread
 from benchmarks.result_files import CITED, Result, cited
 from benchmarks.table_text import counted_runs, figure, number, sources, spread, table, with_head
 
@@ -248,6 +249,14 @@ def rebalance(result: Result) -> str:
     return with_head(said, ["", *(f"`{arm}`" for arm in arms)], rows)
 
 
+def lent_goodput() -> str:
+    """Goodput of lending without the controller over static placement's, within a sentence."""
+    arms = cited("rebalance").data["by_arm"]
+    pairs = zip(arms["lent"], arms["static"], strict=True)
+    ratios = [lent["goodput"] / static["goodput"] for lent, static in pairs]
+    return spread(asdict(Spread.of(ratios)))
+
+
 def rebalance_replicas(result: Result) -> str:
     """The arms, then what the controller's replicas gain over the others."""
     data = result.data
@@ -461,6 +470,11 @@ TEXTS = {
     "replicas-goodput": spread_of("rebalance_replicas", "goodput_vs_static"),
     "replicas-tokens": spread_of("rebalance_replicas", "throughput_vs_static"),
     "replicas-first-token": spread_of("rebalance_replicas", "p99_ttft_vs_static"),
+    "shifts-tokens": spread_of("rebalance", "throughput_vs_static", digits=3),
+    "shifts-goodput": spread_of("rebalance", "goodput_vs_static"),
+    "shifts-lent-goodput": lent_goodput,
+    "shifts-first-token": spread_of("rebalance", "p99_ttft_vs_static"),
+    "shifts-steady": spread_of("rebalance", "steady_throughput_vs_static", digits=3),
     "prefix-over-none": spread_of("prefix", "pairs", "store_vs_no_store", "ttft_p50_ratio"),
     "prefix-over-stock": spread_of("prefix", "pairs", "store_vs_stock", "ttft_p50_ratio"),
     "documents-again": spread_of("documents", "over", "no_store", "again", "ttft_p50"),

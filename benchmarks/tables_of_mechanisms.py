@@ -41,6 +41,13 @@ def migrate(result: Result) -> str:
     return f"{with_head(f'{runs}.', head, rows)}\n\n{changed}"
 
 
+def longest_pauses() -> str:
+    """The least and the greatest of the loads' longest pauses, in steps, within a sentence."""
+    by_load: Mapping[str, Mapping[str, Any]] = cited("migrate").data["by_load"]
+    steps = [of[f"{name.partition(' ')[0]}_pause_steps_p99"] for name, of in by_load.items()]
+    return f"{number(min(steps))} to {number(max(steps))}"
+
+
 def helr(result: Result) -> str:
     """Splits of a model over two cores of which one is slow, the best first."""
     data = result.data
