@@ -292,7 +292,6 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "engine-back": inline("start", "engine_back_s", unit="s"),
     "same-while-lenders-die": tables_of_mechanisms.same_while_lenders_die,
     "moves-pause": tables_of_mechanisms.longest_pauses,
-    "ray-idle": inline("ray_idle", "ray_idle_cores", unit="of a core"),
     "overhead-memory": inline("overhead", "comparisons", "loomserve", "memory_gib", unit="GiB"),
     "overhead-bare-memory": inline("overhead", "comparisons", "noise", "memory_gib", unit="GiB"),
     **{

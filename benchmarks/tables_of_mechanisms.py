@@ -305,6 +305,23 @@ def batch_dependence(result: Result) -> str:
     return with_head(said, head, rows)
 
 
+def ray_idle(result: Result) -> str:
+    """Processor time of Ray Serve whose replicas do nothing, and whose it is."""
+    by_process: Mapping[str, float] = result.data["by_process"]
+    kinds = {"ray::ServeController": "the controller", "ray::ServeReplica": "replicas"}
+    of = {
+        name: sum(cores for process, cores in by_process.items() if kind in process)
+        for kind, name in kinds.items()
+    }
+    of["GCS, raylet, agents and logs"] = sum(by_process.values()) - sum(of.values())
+    parts = ", ".join(f"{name} {number(cores)}" for name, cores in of.items())
+    setup = result.setup
+    return (
+        f"{setup['replicas']} replicas for {setup['seconds']:g} s: "
+        f"{number(result.data['ray_idle_cores'])} of a core; {parts}."
+    )
+
+
 def exactness(result: Result) -> str:
     """What share of greedy answers is the same, by where the prompts' KV came from."""
     data, asked = result.data, result.setup
@@ -351,6 +368,7 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
     "nodes_kv": nodes_kv,
     "batch_dependence": batch_dependence,
     "exactness": exactness,
+    "ray_idle": ray_idle,
     "lending_exactness": lending_exactness,
     "front_end": front_end,
     "adaptive_simulated": adaptive_simulated,
