@@ -126,7 +126,8 @@ class _Watch:
     """Ends an answer that stands still, by a few looks within its limit.
 
     Looking is all that it does: a chunk costs whoever passes it on an addition to ``taken``. An
-    engine's outputs count, too: not all of them become pieces, as of a tool's arguments.
+    engine's outputs count, too, since not all of them become pieces, as of a tool's arguments; and
+    without any there is nothing yet to stand still: the Responses API begins its stream before.
     """
 
     def __init__(self, limit: asyncio.Timeout, limit_s: float, context: AnswerContext) -> None:
@@ -159,7 +160,6 @@ class _Watch:
 
     @property
     def _excused(self) -> bool:
-        # The Responses API tells of an answer that has yet to begin.
         begun = self._context.outputs > 0
         return self.sending or not begun or self._context.may_wait
 
@@ -183,7 +183,7 @@ class _PassedAnswer:
         self._head: Message | None = None
         self._beginning: asyncio.Task[None] | None = None
         self._started = time.monotonic()
-        self._first = self._last = 0.0
+        self._first = 0.0
         self._chunks = 0
         self._streams = False
         self._complete = False
@@ -201,17 +201,22 @@ class _PassedAnswer:
             await self._begin()
         # Each chunk of a stream comes here, and pays for each coroutine on its way.
         if message.get("body"):
-            if not self._chunks:
-                self._first = time.monotonic()
+            if not self.watch.taken:
                 self.watch.start()
-                if self._streams and self._context.trace is not None:
-                    self._context.trace.event("first_token")
-            self._chunks += 1
+            self.watch.taken += 1
+            if self._context.outputs:
+                if not self._chunks:
+                    self._note_first()
+                self._chunks += 1
         self._complete = not message.get("more_body", False)
-        self.watch.taken += 1
         self.watch.sending = True
         await self._send(message)
         self.watch.sending = False
+
+    def _note_first(self) -> None:
+        self._first = time.monotonic()
+        if self._streams and self._context.trace is not None:
+            self._context.trace.event("first_token")
 
     async def _start(self, message: Message) -> None:
         if message["status"] >= 400:
@@ -250,7 +255,7 @@ class _PassedAnswer:
         await send_error(bytes(self._error), self.error_status, self._send)
 
     def count(self, metrics: GatewayMetrics) -> None:
-        if self._streams:
+        if self._streams and self._chunks:
             metrics.streamed(
                 self._context.request.model,
                 ttft_s=self._first - self._started,

@@ -116,9 +116,9 @@ class GatewayMetrics:
 
         Args:
             model: the name it asked for.
-            ttft_s: seconds to its first byte.
-            stream_s: seconds from its first byte to its last.
-            chunks: number of pieces; a single one gives no time between tokens.
+            ttft_s: seconds to the first piece that an engine gave.
+            stream_s: seconds from that to its last.
+            chunks: number of pieces from then on; a single one gives no time between tokens.
         """
         metrics = self._model(model)
         metrics.time_to_first_token.observe(ttft_s)
@@ -186,7 +186,7 @@ class _ModelFamilies:
         )
         self.time_to_first_token = make.histogram(
             "loomserve_time_to_first_token_seconds",
-            "From a streaming request's way to its engine to the first byte back.",
+            "From a streaming request's way to its engine to the first piece that an engine gave.",
             _FIRST_TOKEN_BUCKETS,
         )
         self.time_per_output_token = make.histogram(

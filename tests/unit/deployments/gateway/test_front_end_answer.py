@@ -161,16 +161,24 @@ async def test_a_stream_begins_once_its_replica_is_chosen() -> None:
     assert seen == [0, 200]
 
 
-async def test_a_stream_is_counted_once_it_is_whole() -> None:
+async def test_a_stream_is_counted_once_it_is_whole_from_its_engines_first_piece_on() -> None:
     asked = Asked()
 
     async def events() -> Any:
+        yield b"event: response.created\n\n"
+        await asyncio.sleep(0.1)
         for _ in range(3):
+            asked.context.outputs += 1
             yield b"data: 1\n\n"
 
     await asked.by(StreamingResponse(events(), media_type="text/event-stream; charset=utf-8"))
-    name = "loomserve_time_to_first_token_seconds_count"
-    assert asked.registry.get_sample_value(name, {"model": "m"}) == 1
+
+    def value(name: str) -> float | None:
+        return asked.registry.get_sample_value(name, {"model": "m"})
+
+    assert value("loomserve_time_to_first_token_seconds_count") == 1
+    assert (value("loomserve_time_to_first_token_seconds_sum") or 0) >= 0.1
+    assert value("loomserve_time_per_output_token_seconds_count") == 1
 
 
 async def test_an_answer_that_stands_still_is_ended() -> None:

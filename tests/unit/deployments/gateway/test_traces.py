@@ -113,13 +113,16 @@ def test_without_a_trace_it_gets_none() -> None:
 
 @pytest.mark.parametrize(("kind", "told"), [("text/event-stream", 1), ("application/json", 0)])
 def test_a_streams_first_token_is_told_once(kind: str, told: int) -> None:
-    async def pieces() -> Any:
-        yield b"a"
-        yield b"b"
-
     spans = Spans()
     trace = spans.begin()
-    answered(StreamingResponse(pieces(), media_type=kind), context(trace))
+    asked = context(trace)
+
+    async def pieces() -> Any:
+        for piece in (b"a", b"b"):
+            asked.outputs += 1
+            yield piece
+
+    answered(StreamingResponse(pieces(), media_type=kind), asked)
     trace.end(200)
     (server,) = spans.all
     assert [each.name for each in server.events] == ["first_token"] * told
