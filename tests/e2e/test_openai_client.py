@@ -51,6 +51,24 @@ def test_all_other_endpoints_answer(platform: Platform) -> None:
         assert again.raise_for_status().json() == {"prompt": text["prompt"]}
 
 
+def test_a_response_counts_from_its_first_token_on_of_which_its_stream_tells_before(
+    platform: Platform,
+) -> None:
+    metric = "loomserve_time_to_first_token_seconds"
+    count, total = (platform.metric(f"{metric}_{of}", model=HOT) for of in ("count", "sum"))
+    came: dict[str, float] = {}
+    # A prompt that no cache has takes its time.
+    asked = f"{time.time()} " + "and then there was another one " * 60
+    for event in platform.client().responses.create(
+        model=HOT, input=asked, max_output_tokens=8, stream=True
+    ):
+        came.setdefault(event.type, time.monotonic())
+    wait_for(lambda: platform.metric(f"{metric}_count", model=HOT) == count + 1, 10)
+    told = platform.metric(f"{metric}_sum", model=HOT) - total
+    until_first = came["response.output_text.delta"] - came["response.created"]
+    assert told > until_first / 2
+
+
 def test_models_are_listed_and_retrieved(platform: Platform) -> None:
     client = platform.client()
     assert {model.id for model in client.models.list()} == {HOT, COLD}
