@@ -332,7 +332,7 @@ def slo(result: Result) -> str:
         [
             f"`{arm.partition('_')[0]}`",
             arm.partition("_")[2],
-            spread(over[arm]) if arm in over else "",
+            spread(over[arm], digits=3) if arm in over else "",
             number(of["attainment"]),
             f"{number(of['mean_latency_s'])} s",
         ]
