@@ -118,7 +118,7 @@ class ForkServer:
         os.close(err)
         os.environ.clear()
         os.environ.update(environment | self._set_by_imports)
-        _follow_environment()
+        follow_environment()
 
     def _attend(self, connection: socket.socket, pid: int) -> None:
         child = _Child(self._selector, connection, pid)
@@ -160,11 +160,18 @@ class _Child:
         self._connection.close()
 
 
-def _follow_environment() -> None:
-    """Have torch, which reads it when it is imported, take as many threads as it says."""
+def follow_environment() -> None:
+    """Have torch, which reads it when it is imported, go by what it says of threads and compiling.
+
+    vLLM compiles its sampler else, in the first step that samples: all streams stand still for ten
+    seconds.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and (threads := os.environ.get("OMP_NUM_THREADS")):
         torch.set_num_threads(int(threads))
+    dynamo = sys.modules.get("torch._dynamo.config")
+    if dynamo is not None and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        dynamo.disable = True  # type: ignore[attr-defined]
 
 
 def _import_all(modules: Iterable[str]) -> dict[str, str]:

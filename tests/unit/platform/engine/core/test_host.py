@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from loomserve.platform.base.errors import StartError
 from loomserve.platform.engine.core.host import EngineEnded, EngineHost
 from loomserve.platform.engine.core.messages import EngineStart
 from loomserve.platform.engine.process import engine_process as process
+from loomserve.platform.engine.process.fork_server import follow_environment
 from loomserve.platform.engine.process.forking import _FORK_SERVER
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.run.folder import RUN_VARIABLE
@@ -253,3 +255,15 @@ def test_an_engine_is_put_to_sleep_and_woken_unless_it_refuses(tmp_path: Path) -
         await engine.stop(5)
 
     asyncio.run(run())
+
+
+def test_a_child_compiles_nothing_where_its_environment_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    imported = types.ModuleType("torch._dynamo.config")
+    monkeypatch.setitem(sys.modules, "torch._dynamo.config", imported)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for wanted in ("0", "1"):
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", wanted)
+        follow_environment()
+        assert getattr(imported, "disable", False) is (wanted == "1")
