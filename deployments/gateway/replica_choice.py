@@ -117,6 +117,7 @@ class ReplicaChoice:
                 refuse_if_late(request, ticket, self._metrics)
             if context is not None:
                 context.queues[routing] = partial(self._has_queue, decision.replica_id)
+                booking.callback(context.queues.pop, routing, None)
                 context.goes_on()
                 if not routing.prompt_only:
                     context.is_chosen()
@@ -128,8 +129,6 @@ class ReplicaChoice:
 
     def left(self, routing: RoutingRequest, replica_id: str) -> None:
         """The request has ended at the replica, or has left it."""
-        if isinstance(routing.context, AnswerContext):
-            routing.context.queues.pop(routing, None)
         if (booked := self._booked.pop(routing, None)) is not None:
             booked.close()
 
