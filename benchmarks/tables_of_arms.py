@@ -252,9 +252,8 @@ def rebalance(result: Result) -> str:
 def lent_goodput() -> str:
     """Goodput of lending without the controller over static placement's, within a sentence."""
     arms = cited("rebalance").data["by_arm"]
-    pairs = zip(arms["lent"], arms["static"], strict=True)
-    ratios = [lent["goodput"] / static["goodput"] for lent, static in pairs]
-    return spread(asdict(Spread.of(ratios)))
+    lent, static = ([run["goodput"] for run in arms[arm]] for arm in ("lent", "static"))
+    return spread(asdict(Spread.of_ratios(lent, static)))
 
 
 def rebalance_replicas(result: Result) -> str:
