@@ -11,20 +11,29 @@ import os
 import runpy
 import signal
 import sys
+from typing import Literal
 
 from setproctitle import setproctitle
 
-from loomserve.platform.engine.process.engine_process import ENGINE_MODULES
+from loomserve.platform.engine.process.engine_process import engine_modules
 
-PRELOADED = (
-    *ENGINE_MODULES,
+_OTHER_MODULES = (
     __name__,
     "fastapi",
     "loomserve.platform.front_end.engine.serving",
     "loomserve.platform.batch.offline.executor",
     "loomserve.platform.batch.offline.lines",
 )
-"""What a node's fork server imports, for engines, gateways and offline models."""
+
+
+def preloaded(kind: Literal["cpu", "cuda"]) -> tuple[str, ...]:
+    """What a node's fork server imports, for engines, gateways and offline models.
+
+    Args:
+        kind: of the devices that the node's vLLM computes on.
+    """
+    return *engine_modules(kind), *_OTHER_MODULES
+
 
 _STDIN = 0
 

@@ -20,10 +20,11 @@ from typing import Any, Protocol
 import psutil
 from filelock import FileLock, Timeout
 
-from loomserve.deployments.forked_worker import PRELOADED
+from loomserve.deployments.forked_worker import preloaded
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.config import Config
+from loomserve.platform.devices.gpus import vllm_is_for
 from loomserve.platform.engine.process.forking import start_fork_server
 from loomserve.platform.fleet.messages import is_ours
 from loomserve.platform.nodes.resources import STATE, name_in, offered_by_devices
@@ -102,7 +103,7 @@ class OwnRay:
         # Also what follows semaphores, once a process has been spawned to check something.
         self._others = set(psutil.Process().children(recursive=True))
         # It imports what engines and gateways need while Ray starts.
-        self._forks = start_fork_server(run, os.environ, PRELOADED)
+        self._forks = start_fork_server(run, os.environ, preloaded(vllm_is_for()))
         try:
             init_own_ray(run, offered_by_devices(self._config.devices))
         except Exception as error:  # Ray has no class of its own for that

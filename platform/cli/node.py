@@ -14,11 +14,12 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from loomserve.deployments.forked_worker import PRELOADED
+from loomserve.deployments.forked_worker import preloaded
 from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.config.base import Name
 from loomserve.platform.config.cluster import ClusterAddress
+from loomserve.platform.devices.gpus import vllm_is_for
 from loomserve.platform.engine.process.forking import start_fork_server
 from loomserve.platform.nodes.node import NodeOptions, SupervisedNode, make_state_folder
 from loomserve.platform.nodes.token import read_or_make_token, read_token, token_path
@@ -58,7 +59,7 @@ def node(
     """Run a node of a cluster until Ctrl-C; Ray is started again whenever it ends."""
     os.umask(0o077)
     options = _options(head, address, name, ip, state, token_file, ports)
-    start_forks = partial(start_fork_server, preloaded=PRELOADED)
+    start_forks = partial(start_fork_server, preloaded=preloaded(vllm_is_for()))
     _keep(SupervisedNode(options, print_line, start_forks), options)
 
 

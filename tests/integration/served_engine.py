@@ -23,7 +23,7 @@ from loomserve.platform.devices.claims import engine_environment
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
 from loomserve.platform.engine.core.host import EngineHost
 from loomserve.platform.engine.core.messages import EngineStart
-from loomserve.platform.engine.process.engine_process import ENGINE_MODULES
+from loomserve.platform.engine.process.engine_process import engine_modules
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.engine.resumption.travelling_times import by_age
 from loomserve.platform.run.engine_address import EngineAddress
@@ -44,7 +44,7 @@ START_S = 180.0
 def fork_server() -> Path:
     """The folder of a run whose fork server imports vLLM once for all engines of all tests."""
     running = contextlib.ExitStack()
-    folder, _ = running.enter_context(fork_server_of(ENGINE_MODULES))
+    folder, _ = running.enter_context(fork_server_of(engine_modules("cpu")))
     atexit.register(running.close)
     return Path(folder)
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 from loomserve.platform.engine.process.forking import ForkedProcess
 from loomserve.platform.engine.process.forking import fork as fork_child
@@ -17,16 +17,25 @@ from loomserve.platform.engine.process.forking import fork as fork_child
 _logger = logging.getLogger(__name__)
 
 _CHILD = "loomserve.platform.engine.core.child"
-ENGINE_MODULES = (
+_ENGINE_MODULES = (
     _CHILD,
     "loomserve.platform.engine.core.served_core",
     "loomserve.platform.engine.grammar_tokenizer",
     "loomserve.platform.lending.engine.scheduler",
-    "loomserve.platform.lending.engine.cpu_worker",
     "loomserve.kvstore.engine.connector",
     "vllm.model_executor.models.llama",
 )
-"""What a fork server imports for engines; whatever else one needs, it imports itself."""
+# A GPU's engine that finds the CPU's worker imported has no streams: vLLM replaces torch's.
+_WORKER_MODULES = {
+    "cpu": "loomserve.platform.lending.engine.cpu_worker",
+    "cuda": "loomserve.platform.engine.resumption.gpu_worker",
+}
+
+
+def engine_modules(kind: Literal["cpu", "cuda"]) -> tuple[str, ...]:
+    """What a fork server imports for engines on devices of one kind, which vLLM is installed for;
+    whatever else one needs, it imports itself."""
+    return *_ENGINE_MODULES, _WORKER_MODULES[kind]
 
 
 class EngineProcess(Protocol):

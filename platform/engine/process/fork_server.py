@@ -11,6 +11,7 @@ the connection ends, as it does with whoever asked, the child is killed.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -36,6 +37,7 @@ _TITLE = "VLLM::ForkServer"
 _DESCRIPTORS = 3
 _STDOUT, _STDERR = 1, 2
 _RECEIVE_TIMEOUT_S = 5.0
+_CUDA_NOT_INITIALIZED = 3
 
 
 class ForkRequest(TypedDict):
@@ -174,11 +176,24 @@ def follow_environment() -> None:
         dynamo.disable = True  # type: ignore[attr-defined]
 
 
+def cuda_is_initialized() -> bool:
+    """Whether this process has initialized CUDA's driver, by torch or past it."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False  # no library here is linked with it
+    context = ctypes.c_void_p()
+    return bool(driver.cuCtxGetCurrent(ctypes.byref(context)) != _CUDA_NOT_INITIALIZED)
+
+
 def _import_all(modules: Iterable[str]) -> dict[str, str]:
     """Import what all children need, and have the collector leave it alone, which would copy it.
 
     Returns:
         The environment variables that this has set, as vLLM's imports do.
+
+    Raises:
+        RuntimeError: one of them has initialized CUDA.
     """
     before = dict(os.environ)
     # Ray takes from the environment which worker it is when it is imported, which vLLM does if it
@@ -187,6 +202,11 @@ def _import_all(modules: Iterable[str]) -> dict[str, str]:
     for module in modules:
         importlib.import_module(module)
     del sys.modules["ray"]
+    if cuda_is_initialized():
+        raise RuntimeError(
+            "what was imported has initialized CUDA, so that no child could use a GPU: engines and "
+            "gateways start without this process"
+        )
     # In a child, whose environment is another, no title could be set for the first time.
     setproctitle(_TITLE)
     gc.collect()

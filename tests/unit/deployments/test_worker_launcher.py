@@ -157,3 +157,21 @@ def test_each_node_runs_workers_by_a_python_of_its_own(monkeypatch: pytest.Monke
     assert expanded() == "/there/bin/python -m loomserve.deployments.worker_launcher ray::Some\n"
     monkeypatch.delenv(PYTHON_VARIABLE)
     assert expanded().startswith(f"{sys.executable} -m ")
+
+
+IMPORT_FOR_GPUS = """
+import importlib, sys
+from loomserve.deployments.forked_worker import preloaded
+from loomserve.platform.engine.process.fork_server import cuda_is_initialized
+for module in preloaded("cuda"):
+    importlib.import_module(module)
+import torch
+assert torch.cuda.Stream.__module__ == "torch.cuda.streams", torch.cuda.Stream
+assert torch.cuda.stream.__module__ == "torch.cuda", torch.cuda.stream
+assert not cuda_is_initialized()
+"""
+
+
+def test_forked_engines_of_gpus_have_their_streams() -> None:
+    """vLLM's CPU worker replaces them by ones that do nothing, for whoever imports it."""
+    subprocess.run([sys.executable, "-c", IMPORT_FOR_GPUS], check=True, timeout=300)
