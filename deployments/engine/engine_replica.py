@@ -137,9 +137,9 @@ class EngineReplica:
             address=EngineAddress.in_folder(own_run().sockets),
             host=None if is_loopback(node_address()) else node_address(),
         )
-        # What binds it to its device is in this process's own environment. Whether CUDA bears that
-        # its process was forked after the imports has not been tried.
-        fork = self._claim.device.kind == "cpu"
+        # What binds it to its device is in this process's own environment. A pipeline's engine on
+        # GPUs starts its workers by itself, as vLLM does, and has not been forked.
+        fork = self._claim.device.kind == "cpu" or not self._spec.stage_layers
         return await EngineHost.start(start, environment, _START_TIMEOUT_S, fork=fork)
 
     async def _call_loans(self, name: str, /, *given: Any) -> Any:

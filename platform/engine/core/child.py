@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from loomserve.platform.engine.core.control import ControlLink
 from loomserve.platform.engine.core.cores import bind_to_device
 from loomserve.platform.engine.core.messages import EngineStart
+from loomserve.platform.engine.process.engine_process import FORKED
 from loomserve.platform.run.fate import end_with
 
 if TYPE_CHECKING:
@@ -23,12 +24,15 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, how: str = "") -> None:
     """Make the engine that the replica asks for, and run it until its end.
 
     Args:
         descriptor: of this process's end of the channel to its replica.
+        how: ``FORKED`` where this process was.
     """
+    if how == FORKED:
+        _begin_anew_without_cuda(descriptor)
     # A terminal sends it to all processes; the replica decides when its engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = ControlLink(socket.socket(fileno=descriptor))
@@ -49,6 +53,27 @@ def main(descriptor: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _begin_anew_without_cuda(descriptor: int) -> None:
+    """Become a process that imports all by itself, if CUDA does not work in this one.
+
+    So it is where its fork server had initialized CUDA's driver, which the fork server itself
+    looks for.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return
+    import torch
+
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        _logger.warning("no CUDA in a fork: the engine takes longer to start (%s)", error)
+        os.set_inheritable(descriptor, True)
+        child = [sys.executable, "-m", __name__, str(descriptor), str(os.getppid())]
+        os.execv(sys.executable, child)
 
 
 def _made(start: EngineStart) -> ServedEngineCore:

@@ -17,6 +17,7 @@ from loomserve.platform.engine.process.forking import fork as fork_child
 _logger = logging.getLogger(__name__)
 
 _CHILD = "loomserve.platform.engine.core.child"
+FORKED = "forked"
 _ENGINE_MODULES = (
     _CHILD,
     "loomserve.platform.engine.core.served_core",
@@ -74,7 +75,7 @@ async def start_process(
 
 def _forked(control: int, environment: Mapping[str, str], timeout_s: float) -> ForkedProcess | None:
     try:
-        return fork_child(_CHILD, (), environment, control, timeout_s)
+        return fork_child(_CHILD, (FORKED,), environment, control, timeout_s)
     except (OSError, ValueError) as error:
         _logger.warning("no fork server: the engine takes longer to start (%r)", error)
         return None

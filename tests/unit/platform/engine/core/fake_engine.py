@@ -80,7 +80,7 @@ class FakeCore:
         os._exit(0)
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, how: str = "") -> None:
     link = ControlLink(socket.socket(fileno=descriptor))
     mode = link.awaited_start().options["mode"]
     watch = link.end_with_replica()
