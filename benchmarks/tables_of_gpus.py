@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+from benchmarks.report import Spread
 from benchmarks.result_files import Result, cited
 from benchmarks.table_text import number, spread, with_head
 
@@ -18,7 +21,7 @@ def source() -> str:
         commits.setdefault(of["commit"][:7], []).append(f"`{step}`")
     at = "; ".join(f"{', '.join(steps)} at {commit}" for commit, steps in commits.items())
     return (
-        f"From `benchmarks/results/cited/gpu.json`: {result.day}, {result.machine['cpu']}, "
+        f"From `benchmarks/results/cited/gpu.json`: until {result.day}, {result.machine['cpu']}, "
         f"{versions}. Steps and commits: {at}."
     )
 
@@ -157,6 +160,105 @@ def flags(result: Result) -> str:
     return "\n".join(f"* {line}" for line in lines)
 
 
+def platform(result: Result) -> str:
+    """The platform beside vLLM's own server, both on the one GPU."""
+    found = _found(result, "platform")
+
+    def row(streams: str, of: Mapping[str, list[Mapping[str, float]]]) -> list[str]:
+        both = (
+            ", ".join(
+                number(statistics.median(one[name] for one in of[whose]), 3)
+                for whose in ("vLLM", "Loomserve")
+            )
+            for name in ("TTFT p50, ms", "TPOT p50, ms", _RATE)
+        )
+        return [streams, *both, _ratio_of_rates(result, streams)]
+
+    head = [
+        *("streams", "first token, p50, ms", "further ones, p50, ms", "tokens a second"),
+        "ratio of those",
+    ]
+    (runs,) = {len(of["vLLM"]) for of in found["streams"].values()}
+    said = f"{runs} runs, in turns; vLLM's figure, then Loomserve's."
+    return with_head(said, head, [row(*each) for each in found["streams"].items()])
+
+
+_RATE = "tokens/s"
+
+
+def _ratio_of_rates(result: Result, streams: str) -> str:
+    of = _found(result, "platform")["streams"][streams]
+    pairs = zip(of["Loomserve"], of["vLLM"], strict=True)
+    return spread(vars(Spread.of([ours[_RATE] / theirs[_RATE] for ours, theirs in pairs])), "", 3)
+
+
+def comes_and_goes(result: Result) -> str:
+    """What the platform's models on a GPU did beside answering a load."""
+    found = _found(result, "platform")
+    goes, killed = found["comes and goes"], found["a killed engine"]
+    loaded, asleep = (
+        goes[f"MiB of the GPU {when}"] - goes["MiB of the GPU while it is unloaded"]
+        for when in ("once it is loaded", "while it sleeps")
+    )
+    unloaded = [
+        goes[f"seconds to the first piece, {when}"] for when in ("unloaded", "unloaded again")
+    ]
+    waking = goes["seconds to the first piece, asleep"]
+    same, (of, _, until) = (
+        killed["characters before the first other one"],
+        killed["of characters, and until the kill"],
+    )
+    lines = (
+        f"The demo model answered: {found['answers'][_REAL]!r}.",
+        f"All were ready after {number(found['seconds until all models are ready'])} s, with "
+        "vLLM's server starting beside them and nothing compiled before.",
+        f"One that slept had its first piece after {number(1000 * waking)} ms; it took "
+        f"{number(loaded, 3)} MiB of the GPU awake and {number(asleep, 3)} asleep.",
+        f"One that was unloaded had it after {' and '.join(map(number, unloaded))} s.",
+        f"A stream whose engine was killed after {until} characters waited "
+        f"{number(killed['longest pause, s'])} s for the next one; {same} of its {of} characters "
+        "were those of the undisturbed one.",
+    )
+    return "\n".join(f"* {line}" for line in lines)
+
+
+_REAL = "the real model's"
+
+
+def graphs(result: Result) -> str:
+    """Engines that vLLM compiles for and captures graphs of."""
+    found = _found(result, "graphs")
+    ours, theirs = (spread(found[f"{whose}, ms of answers"], "ms") for whose in ("ours", "vLLM's"))
+    same, of = found[_OURS]
+    stored, of_stored = found[_STORED]
+    return (
+        f"8 answers of 64 tokens took {theirs} of vLLM's own and {ours} of ours, whose prompts of "
+        f"8,192 tokens were saved meanwhile; {same} of {of} tokens were those of vLLM's own, and "
+        f"{stored} of {of_stored} where the prompts came from the store."
+    )
+
+
+def engines(result: Result) -> str:
+    """Two engines of which one lends to the other."""
+    found = _found(result, "engines")
+
+    def equal(what: str) -> str:
+        same, of = found[f"tokens equal {what}, of"]
+        return f"{same} of {of}"
+
+    home, lent = found["seconds at home, lent"]
+    _, away = found["seconds at home, with heads away"]
+    return (
+        f"{found['tasks']} tasks, all of which were served; a layer of them waited "
+        f"{number(found['a wait, us'], 3)} µs. 16 answers of 64 tokens took {number(home)} s at "
+        f"home, {number(lent)} s lent and {number(away)} s with half of the KV heads away; in the "
+        "last two is the compilation of the kernels. As many tokens were those of a first run at "
+        f"home: of a second {equal('at home')}, lent {equal('when lent')}, with heads away "
+        f"{equal('with half of the heads away')}, with them at home again "
+        f"{equal('with them at home again')}."
+    )
+
+
 _LAYER = "a layer's post and wait, us"
 
 
@@ -173,7 +275,9 @@ def _of(made: Callable[[Result], str]) -> Callable[[], str]:
     return lambda: made(cited("gpu"))
 
 
+_MADE = (comes_and_goes, engines, flags, graphs, kernels, lend, platform, store, serve)
 TEXTS: Mapping[str, Callable[[], str]] = {
+    "gpu-platform-32": _of(partial(_ratio_of_rates, streams="32")),
     "gpu-source": source,
-    **{f"gpu-{made.__name__}": _of(made) for made in (flags, kernels, lend, store, serve)},
+    **{f"gpu-{made.__name__.replace('_', '-')}": _of(made) for made in _MADE},
 }

@@ -14,11 +14,13 @@ from loomserve.platform.devices.gpus import Gpu
 # What an engine on a CPU, forked by its node's fork server, and its replica have of their own,
 # without weights and KV; measured (docs/placement.md), and a quarter more.
 ENGINE_BYTES = 192 * 2**20
-# The same of an engine on a GPU, once in the GPU's memory, for its context, activations and what is
-# staged on its way to the KV store, and once in the host's: a guess.
-GPU_ENGINE_BYTES = 1.5 * 2**30
-# Of that, CUDA's context and libraries, which torch's allocator does not count: a guess, too.
-GPU_CONTEXT_BYTES = 512 * 2**20
+# The same of an engine on a GPU, once in the GPU's memory, for its context, activations, graphs and
+# what is staged on its way to the KV store, and once in the host's. Of an H200's memory an engine
+# of Llama-3-8B's shape took 1.48 GiB, and this is a quarter more; of the host's it is a guess.
+GPU_ENGINE_BYTES = 1.875 * 2**30
+# Of that, CUDA's context and libraries, which torch's allocator does not count: an H200's driver
+# counted 0.71 and 0.77 GiB of two engines.
+GPU_CONTEXT_BYTES = 768 * 2**20
 # Each worker process of a pipeline's engine.
 STAGE_BYTES = 0.75 * 2**30
 # A computing process with torch and transformers, without weights and KV.
