@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loomserve.kvstore.engine.transfers.memory import BlockPieces, KvMemory
+from loomserve.kvstore.engine.transfers.memory import BlockPieces, KvMemory, LayerPieces
 
 Addresses = NDArray[np.int64]
 
@@ -51,28 +51,37 @@ class BatchedMemory(KvMemory):
         if self.device.type == "cuda":
             # From other memory than pinned the caller would wait for all that the stream has to do.
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
-        for mine, theirs in zip(*self._alike(other), strict=True):
-            torch.index_select(theirs, 0, numbers, out=mine[first : first + len(blocks)])
-
-    def _alike(self, other: BatchedMemory) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """All layers of both by the widest numbers that both allow."""
-        if self._words is None or other._words is None:
-            return self._rows, other._rows
-        return self._words, other._words
+        end = first + len(blocks)
+        if self._whole is not None and other._whole is not None:
+            mine, theirs = _widest(self._whole, other._whole)
+            torch.index_select(theirs, 1, numbers, out=mine[:, first:end])
+            return
+        for row, source in zip(self._rows, other._rows, strict=True):
+            mine, theirs = _widest(row, source)
+            torch.index_select(theirs, 0, numbers, out=mine[first:end])
 
     @cached_property
-    def _words(self) -> list[torch.Tensor] | None:
-        """All layers by numbers of eight bytes, as a GPU gathers single ones one by one.
+    def _whole(self) -> torch.Tensor | None:
+        """All layers as one tensor, ``[layers, blocks, layer_bytes]``, for one call that copies.
 
-        None: they are not aligned.
+        None: they are not equally far apart in one allocation.
         """
-        sizes = [(each.shape[1], each.stride(0), each.storage_offset()) for each in self._rows]
-        if any(size % 8 for each in sizes for size in each):
+        first, *others = self._rows
+        offsets = [each.storage_offset() for each in self._rows]
+        step = offsets[1] - offsets[0] if others else 0
+        places = {each.untyped_storage().data_ptr() for each in self._rows}
+        if step < 0 or len(places) > 1:
             return None
-        return [each.view(torch.int64) for each in self._rows]
+        if offsets != [offsets[0] + layer * step for layer in range(self.layers)]:
+            return None
+        return first.as_strided((self.layers, *first.shape), (step, *first.stride()))
 
     def to_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
-        self._issue(self.blocks_at(layer, runs), pieces_at(runs))
+        self.layers_to_host([(layer, runs)])
+
+    def layers_to_host(self, layers: Sequence[LayerPieces]) -> None:
+        blocks = np.concatenate([self.blocks_at(*each) for each in layers])
+        self._issue(blocks, np.concatenate([pieces_at(runs) for _, runs in layers]))
 
     def from_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
         self._issue(pieces_at(runs), self.blocks_at(layer, runs))
@@ -81,11 +90,19 @@ class BatchedMemory(KvMemory):
         """The CPU reads none of it."""
 
     def equals_host(self, layer: int, runs: Sequence[BlockPieces]) -> bool:
-        rows = self._rows[layer]
-        own = torch.cat([rows[first : first + len(pieces)] for first, pieces in runs])
+        return self.layers_equal_host([(layer, runs)])
+
+    def layers_equal_host(self, layers: Sequence[LayerPieces]) -> bool:
+        own = torch.cat(
+            [
+                self._rows[layer][first : first + len(pieces)]
+                for layer, runs in layers
+                for first, pieces in runs
+            ]
+        )
         there = torch.empty_like(own)
         at = there.data_ptr() + self.layer_bytes * np.arange(len(there), dtype=np.int64)
-        self._issue(pieces_at(runs), at)
+        self._issue(np.concatenate([pieces_at(runs) for _, runs in layers]), at)
         return bool(torch.equal(own, there))
 
     def blocks_at(self, layer: int, runs: Sequence[BlockPieces]) -> Addresses:
@@ -111,6 +128,18 @@ def pieces_at(runs: Sequence[BlockPieces]) -> Addresses:
             for _, pieces in runs
         ]
     )
+
+
+def _widest(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both by numbers of eight bytes where they are aligned: a GPU gathers numbers one by one."""
+    places = [
+        place
+        for each in (one, other)
+        for place in (each.storage_offset(), each.shape[-1], *each.stride()[:-1])
+    ]
+    if any(place % 8 for place in places):
+        return one, other
+    return one.view(torch.int64), other.view(torch.int64)
 
 
 def memory_of(kv_caches: Mapping[str, torch.Tensor]) -> KvMemory:

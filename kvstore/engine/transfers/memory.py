@@ -27,6 +27,10 @@ class BlockPieces(NamedTuple):
     pieces: Bytes
 
 
+LayerPieces = tuple[int, Sequence[BlockPieces]]
+"""A layer, and blocks with its pieces of them."""
+
+
 class BlockMemory(Protocol):
     """Memory whose blocks are copied to the store and from it.
 
@@ -58,6 +62,15 @@ class BlockMemory(Protocol):
 
     def equals_host(self, layer: int, runs: Sequence[BlockPieces]) -> bool:
         """Whether the layer of these blocks equals their pieces."""
+
+    def layers_to_host(self, layers: Sequence[LayerPieces]) -> None:
+        """:meth:`to_host` of several layers."""
+        for layer, runs in layers:
+            self.to_host(layer, runs)
+
+    def layers_equal_host(self, layers: Sequence[LayerPieces]) -> bool:
+        """:meth:`equals_host` of several layers."""
+        return all(self.equals_host(layer, runs) for layer, runs in layers)
 
 
 class KvMemory(BlockMemory):

@@ -9,7 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from loomserve.kvstore.engine.transfers.copies import NOT_HELD, Save
-from loomserve.kvstore.engine.transfers.memory import BlockMemory, BlockPieces, HostStream
+from loomserve.kvstore.engine.transfers.memory import (
+    BlockMemory,
+    BlockPieces,
+    HostStream,
+    LayerPieces,
+)
 from loomserve.kvstore.engine.transfers.staging import Staged, Staging
 from loomserve.kvstore.engine.transfers.transfer import BlockRun, TransferThread, layer_bytes
 from loomserve.kvstore.index.radix import KEY_BYTES
@@ -172,8 +177,7 @@ class Saver(TransferThread):
             copies = self._copies(list(self._reserve(saves, writers)))
             with self._stream:
                 whole = all(
-                    self._save_layer(layer, last, copies, step)
-                    for layer, last in self._layers(copies)
+                    self._save_layers(layers, copies, step) for layers in self._groups(copies)
                 )
         except Exception:
             _logger.exception("saving KV blocks failed")
@@ -228,46 +232,57 @@ class Saver(TransferThread):
             self._refused.add(refusal)
             _logger.warning("nothing of this model is saved: %s", refusal)
 
-    def _layers(self, copies: Sequence[Sequence[BlockRun]]) -> Iterator[tuple[int, int]]:
-        """Each layer with the one until which it waits: of few bytes several are saved at once."""
+    def _groups(self, copies: Sequence[Sequence[BlockRun]]) -> Iterator[range]:
+        """Layers that are saved once all of them are computed: of few bytes several together."""
         layers = self.memory.layers
         together = max(1, WORTH_A_WAKE // max(1, layer_bytes(0, copies)))
-        for layer in range(layers):
-            yield layer, min(layer // together * together + together, layers) - 1
+        for first in range(0, layers, together):
+            yield range(first, min(first + together, layers))
 
-    def _save_layer(
-        self, layer: int, last: int, copies: Sequence[Sequence[BlockRun]], step: SaveStep
+    def _save_layers(
+        self, layers: range, copies: Sequence[Sequence[BlockRun]], step: SaveStep
     ) -> bool:
-        """Save a layer once ``last`` is computed; returns whether its bytes are whole there."""
+        """Save layers once they are computed; returns whether their bytes are whole there."""
         if not copies:
             return True
+        last = layers[-1]
         if not (step.in_time(step.computed[last]) and step.sound):
             return False
         begin = time.perf_counter()
-        self._stream.wait(step.marks[layer])
+        self._stream.wait(step.marks[last])
         whole = True
         for runs in copies:
-            step.memory.to_host(layer, [run.of(layer) for run in runs])
-            self._stream.settle()
-            whole = _seal(step.memory, layer, runs) and whole
-        self.time.add(layer_bytes(layer, copies), time.perf_counter() - begin)
+            most = max(1, step.memory.copy_bytes // layer_bytes(0, [runs]))
+            for first in range(0, len(layers), most):
+                whole = self._save_together(layers[first : first + most], runs, step) and whole
+        copied = sum(layer_bytes(layer, copies) for layer in layers)
+        self.time.add(copied, time.perf_counter() - begin)
         return whole
 
+    def _save_together(self, layers: range, runs: Sequence[BlockRun], step: SaveStep) -> bool:
+        step.memory.layers_to_host([(layer, [run.of(layer) for run in runs]) for layer in layers])
+        self._stream.settle()
+        return _seal(step.memory, layers, runs)
 
-def _seal(memory: BlockMemory, layer: int, runs: Sequence[BlockRun]) -> bool:
-    """Store the layer's checksums; returns whether the slots hold the engine's bytes.
+
+def _seal(memory: BlockMemory, layers: range, runs: Sequence[BlockRun]) -> bool:
+    """Store the layers' checksums; returns whether the slots hold the engine's bytes.
 
     A writer that the store gave up may still write here, even after the copy. So the checksum
     is of the engine's bytes; if the CPU cannot read those, the slots are compared with them.
     """
-    unread: list[BlockPieces] = []
-    for run in runs:
-        own = memory.on_host(layer, run.first, len(run.seeds))
-        if own is None:
-            unread.append(run.of(layer))
-        pieces = run.pieces[:, layer] if own is None else own
-        run.checksums[:, layer] = [
-            layer_digest(piece, layer, block_seed)
-            for piece, block_seed in zip(pieces, run.seeds, strict=True)
-        ]
-    return not unread or memory.equals_host(layer, unread)
+    unread: list[LayerPieces] = []
+    for layer in layers:
+        unread_runs: list[BlockPieces] = []
+        for run in runs:
+            own = memory.on_host(layer, run.first, len(run.seeds))
+            if own is None:
+                unread_runs.append(run.of(layer))
+            pieces = run.pieces[:, layer] if own is None else own
+            run.checksums[:, layer] = [
+                layer_digest(piece, layer, block_seed)
+                for piece, block_seed in zip(pieces, run.seeds, strict=True)
+            ]
+        if unread_runs:
+            unread.append((layer, unread_runs))
+    return not unread or memory.layers_equal_host(unread)

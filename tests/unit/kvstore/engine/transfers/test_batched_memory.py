@@ -118,8 +118,10 @@ def test_blocks_go_between_batches_and_copies_one_by_one(store: Store, saver: st
     loads = [store.load(chain("a", 5), [1, 3, 5, 7, 15]), store.load(chain("b", 2), [0, 2])]
     assert other.load(loads) == set()
     assert torch.equal(other.caches[:, [1, 3, 5, 7, 15, 0, 2]], values[:, [7, 2, 9, 0, 4, 15, 1]])
-    # A call a layer, and one to compare what was saved.
-    assert copy.calls == [[LAYER_BYTES] * 7] * LAYERS * (2 if saver == "batched" else 1)
+    if saver == "batched":  # of few bytes all layers in a call, and one to compare them
+        assert copy.calls == [[LAYER_BYTES] * 7 * LAYERS] * 2
+    else:
+        assert copy.calls == [[LAYER_BYTES] * 7] * LAYERS
     for engine in (batched, plain):
         engine.close()
 
@@ -150,6 +152,31 @@ def test_blocks_are_gathered_whatever_lies_between_them(apart: int) -> None:
     assert (
         pieces[:, 0].tobytes() == cache[[7, 0, 9]].contiguous().view(torch.uint8).numpy().tobytes()
     )
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "apart", "unequally apart"])
+def test_blocks_of_all_layers_are_gathered_wherever_those_lie(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if layout in LAYOUTS:
+        views = caches(layout)
+    else:
+        whole = caches("LBNHC")
+        order = (0, 2, 1) if layout == "unequally apart" else (0, 1, 2)
+        views = {name: whole[f"layer {of}"] for name, of in zip(whole, order, strict=True)}
+        if layout == "apart":
+            views = {name: view.clone() for name, view in views.items()}
+    memory = BatchedMemory(views, ByCpu())
+    beside = memory.beside(6)
+    calls: list[int] = []
+    gather = torch.index_select
+    monkeypatch.setattr(
+        torch, "index_select", lambda *of, **to: (calls.append(of[1]), gather(*of, **to))
+    )
+    beside.take(memory, [7, 0, 9], 2)
+    assert len(calls) == (1 if layout in LAYOUTS else LAYERS)
+    for mine, theirs in zip(beside._rows, memory._rows, strict=True):
+        assert torch.equal(mine[2:5], theirs[[7, 0, 9]])
 
 
 def test_memory_of_a_cpu_is_copied_without_addresses() -> None:
