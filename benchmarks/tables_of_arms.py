@@ -474,6 +474,10 @@ TEXTS = {
     "shifts-lent-goodput": lent_goodput,
     "shifts-first-token": spread_of("rebalance", "p99_ttft_vs_static"),
     "shifts-steady": spread_of("rebalance", "steady_throughput_vs_static", digits=3),
+    **{
+        f"slo-{arm.replace('_', '-')}": spread_of("slo", "goodput_vs_fcfs", arm, digits=3)
+        for arm in ("deadline_predicted", "deadline_perfect", "deadline_none", "sjf_predicted")
+    },
     "prefix-over-none": spread_of("prefix", "pairs", "store_vs_no_store", "ttft_p50_ratio"),
     "prefix-over-stock": spread_of("prefix", "pairs", "store_vs_stock", "ttft_p50_ratio"),
     "documents-again": spread_of("documents", "over", "no_store", "again", "ttft_p50"),
