@@ -3,11 +3,13 @@
 ``loomserve serve`` has three models on the GPU: one of Llama-3-8B's shape and random weights, the
 real demo model, and a second name for it that is loaded on demand. Beside it vLLM's own server has
 the first one, with the same flags; both stay up, and are loaded in turns. Without a GPU all three
-are the demo model, on a core.
+are the demo model, on a core. ``MODEL_RUNNER=2`` in the environment gives the first one vLLM's
+second model runner, which vLLM's own server has.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -78,6 +80,7 @@ def platform_config(model: Path) -> dict[str, Any]:
     small = {**flags, "max_model_len": 2048, "max_num_seqs": 16, "enforce_eager": True}
     stays = {"sleep_after_s": None, "unload_after_s": None}
     kv = {"kv_cache_memory": 2**30 if HAS_GPU else FLAGS.kv_cache_memory_bytes}
+    runner = {"model_runner": int(os.environ.get("MODEL_RUNNER", "1"))} if HAS_GPU else {}
     demo = {"source": "demo", "devices": ["one"], **kv, "engine": small}
     return {
         "devices": [{"name": "one", **place}],
@@ -88,6 +91,7 @@ def platform_config(model: Path) -> dict[str, Any]:
                 "devices": ["one"],
                 "kv_cache_memory": FLAGS.kv_cache_memory_bytes,
                 "engine": {**flags, **({"compilation_config": GRAPHS} if HAS_GPU else {})},
+                **runner,
             },
             {"name": DEMO, **demo},
             {"name": ON_DEMAND, **demo, "start": "on_demand", "idle": stays},

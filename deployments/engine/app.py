@@ -163,6 +163,7 @@ def _environment(spec: EngineSpec, engine_options: Mapping[str, Any]) -> dict[st
     """Environment variables of an engine's processes."""
     environment = dict(VLLM_ENVIRONMENT)
     if spec.devices[0].kind != "cpu":
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = str(spec.model.model_runner - 1)
         return environment
     # On a CPU, vLLM 0.29 cannot load what this saves ("no attribute 'finalize_loading'") and
     # compiles at each start, for 45 s; torch's own cache takes 12 s.

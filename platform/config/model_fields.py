@@ -111,6 +111,11 @@ class ModelFields(Section):
         description="Options of vLLM's engine under vLLM's own names, such as max_model_len; over "
         "HTTP none that names code or opens files.",
     )
+    model_runner: Literal[1, 2] = Field(
+        1,
+        description="Which of vLLM's model runners an engine on a GPU has; experimental: 2, which "
+        "is vLLM's own choice there.",
+    )
     router: Router = Field(default_factory=Router, description="How requests are spread.")
     max_concurrent_requests: int = Field(
         512,

@@ -278,6 +278,12 @@ def _check_model_devices(config: Config, index: int, model: Model) -> None:
     _check_model_memory(config, index, model)
     if "cuda" in (kinds[name] for name in model.devices):
         _check_on_gpus(index, model)
+    elif model.is_placed and model.model_runner != 1:
+        raise FieldError(
+            f"model {model.name!r} runs on CPU devices, where vLLM has its first model runner "
+            "alone: leave it out",
+            *("models", index, "model_runner"),
+        )
 
 
 def _check_on_gpus(index: int, model: Model) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from loomserve.platform.engine.core import child
 
 
-def main(control: int) -> None:
+def main(control: int, how: str = "") -> None:
     from vllm import AsyncEngineArgs
 
     from loomserve.platform.engine.core.served_core import ServedEngineCore
@@ -24,4 +24,4 @@ def main(control: int) -> None:
 
     ServedEngineCore.step = one_at_a_time  # type: ignore[method-assign]
     AsyncEngineArgs.create_engine_config = asynchronous
-    child.main(control)
+    child.main(control, how)

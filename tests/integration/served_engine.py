@@ -62,12 +62,15 @@ def forking() -> Iterator[None]:
 class ServedEngine:
     """An engine and the event loop of its host, which has a thread of its own."""
 
-    def __init__(self, start: EngineStart, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, start: EngineStart, environment: Mapping[str, str], *, fork: bool = True
+    ) -> None:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         with forking():
-            self.host: EngineHost = self.run(EngineHost.start(start, environment, START_S))
+            started = EngineHost.start(start, environment, START_S, fork=fork)
+            self.host: EngineHost = self.run(started)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(START_S + 10)
@@ -300,7 +303,9 @@ def connected(address: EngineAddress, **how: Any) -> Iterator[BareFrontEnd]:
         front_end.close()
 
 
-def answers(front_end: BareFrontEnd, names: Sequence[str]) -> list[Stream]:
+def answers(front_end: BareFrontEnd, names: Sequence[str], within_s: float = 60.0) -> list[Stream]:
     """The answers to these requests, once all are whole."""
-    pump_until(lambda: all(front_end.streams[name].finish for name in names), front_end)
+    pump_until(
+        lambda: all(front_end.streams[name].finish for name in names), front_end, within_s=within_s
+    )
     return [front_end.streams[name] for name in names]

@@ -8,7 +8,7 @@ import pytest
 from vllm.config import CacheConfig
 from vllm.v1.worker.utils import request_memory
 
-from loomserve.deployments.engine.app import _engine_options
+from loomserve.deployments.engine.app import _engine_options, _environment
 from loomserve.platform.config import Device, Model
 from loomserve.platform.fleet.messages import EngineSpec
 from loomserve.platform.scheduling.options import SchedulerOptions
@@ -47,6 +47,19 @@ def test_a_gpus_engine_can_sleep_if_its_model_comes_and_goes(
         {"name": "m", "source": "org/m", "devices": ("d",), "start": start}
     )
     assert _engine_options(spec_of(model, device)).get("enable_sleep_mode") is can_sleep
+
+
+@pytest.mark.parametrize(
+    ("device", "runner", "told"), [(GPU, 1, "0"), (GPU, 2, "1"), (CORE, 1, "0")]
+)
+def test_a_gpus_engine_has_the_model_runner_that_is_asked_for(
+    device: Device, runner: int, told: str
+) -> None:
+    model = Model.model_validate(
+        {"name": "m", "source": "org/m", "devices": ("d",), "model_runner": runner}
+    )
+    spec = spec_of(model, device)
+    assert _environment(spec, _engine_options(spec))["VLLM_USE_V2_MODEL_RUNNER"] == told
 
 
 def test_a_second_engine_starts_on_a_gpu_that_another_fills_in_part() -> None:

@@ -170,6 +170,8 @@ BAD_FIELDS = [
      "      max_model_len: 4096",
      "devices: [gpu0]\n    engine:\n      tensor_parallel_size: 2",
      "models[0].engine.tensor_parallel_size", "has one GPU, that of its device"),
+    ("replicas: 2", "replicas: 2\n    model_runner: 2", "models[0].model_runner",
+     "its first model runner alone"),
     # Options of the engine that we set
     ("max_model_len: 4096", "port: 9000", "models[0].engine.port", "'server.port'"),
     ("max_model_len: 4096", "model: x", "models[0].engine.model", "'source'"),
