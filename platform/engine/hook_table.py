@@ -765,6 +765,13 @@ TABLE: tuple[Hook, ...] = (
         "platform/engine/core/child.py",
     ),
     Hook(
+        "vllm.platforms.interface:Platform",
+        ("is_cuda",),
+        HookKind.READ,
+        "Whether a forked engine sees first that CUDA works there.",
+        "platform/engine/core/child.py",
+    ),
+    Hook(
         "vllm.v1.metrics.loggers:StatLoggerBase",
         (
             "__init__(vllm_config, engine_index)",
