@@ -9,12 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from loomserve.kvstore.engine.transfers.copies import NOT_HELD, Save
-from loomserve.kvstore.engine.transfers.memory import (
-    BlockMemory,
-    BlockPieces,
-    HostStream,
-    LayerPieces,
-)
+from loomserve.kvstore.engine.transfers.memory import BlockMemory, HostStream, LayerPieces
 from loomserve.kvstore.engine.transfers.staging import Staged, Staging
 from loomserve.kvstore.engine.transfers.transfer import BlockRun, TransferThread, layer_bytes
 from loomserve.kvstore.index.radix import KEY_BYTES
@@ -255,34 +250,30 @@ class Saver(TransferThread):
             most = max(1, step.memory.copy_bytes // layer_bytes(0, [runs]))
             for first in range(0, len(layers), most):
                 whole = self._save_together(layers[first : first + most], runs, step) and whole
-        copied = sum(layer_bytes(layer, copies) for layer in layers)
+        copied = len(layers) * layer_bytes(0, copies)
         self.time.add(copied, time.perf_counter() - begin)
         return whole
 
     def _save_together(self, layers: range, runs: Sequence[BlockRun], step: SaveStep) -> bool:
-        step.memory.layers_to_host([(layer, [run.of(layer) for run in runs]) for layer in layers])
+        pieces = [(layer, [run.of(layer) for run in runs]) for layer in layers]
+        step.memory.layers_to_host(pieces)
         self._stream.settle()
-        return _seal(step.memory, layers, runs)
+        return _seal(step.memory, pieces, runs)
 
 
-def _seal(memory: BlockMemory, layers: range, runs: Sequence[BlockRun]) -> bool:
-    """Store the layers' checksums; returns whether the slots hold the engine's bytes.
+def _seal(memory: BlockMemory, layers: Sequence[LayerPieces], runs: Sequence[BlockRun]) -> bool:
+    """Store the checksums of the runs' layers; returns whether the slots hold the engine's bytes.
 
     A writer that the store gave up may still write here, even after the copy. So the checksum
     is of the engine's bytes; if the CPU cannot read those, the slots are compared with them.
     """
-    unread: list[LayerPieces] = []
-    for layer in layers:
-        unread_runs: list[BlockPieces] = []
-        for run in runs:
-            own = memory.on_host(layer, run.first, len(run.seeds))
-            if own is None:
-                unread_runs.append(run.of(layer))
-            pieces = run.pieces[:, layer] if own is None else own
+    is_read = True
+    for layer, in_slots in layers:
+        for run, (first, pieces) in zip(runs, in_slots, strict=True):
+            own = memory.on_host(layer, first, len(pieces))
+            is_read = is_read and own is not None
             run.checksums[:, layer] = [
                 layer_digest(piece, layer, block_seed)
-                for piece, block_seed in zip(pieces, run.seeds, strict=True)
+                for piece, block_seed in zip(pieces if own is None else own, run.seeds, strict=True)
             ]
-        if unread_runs:
-            unread.append((layer, unread_runs))
-    return not unread or memory.layers_equal_host(unread)
+    return is_read or memory.layers_equal_host(layers)
