@@ -83,10 +83,14 @@ class ElasticPlatform:
         token = {"Authorization": f"Bearer {token_for(self.url)}"}
         return httpx.Client(base_url=f"{self.url}/admin/v1", headers=token, timeout=_STATE_S)
 
-    def statuses(self) -> dict[str, str]:
+    def models(self) -> dict[str, dict[str, Any]]:
+        """Each as the admin API tells of it, by name."""
         with self._admin() as client:
             models = client.get("/state").raise_for_status().json()["models"]
-        return {each["name"]: each["status"] for each in models}
+        return {each["name"]: each for each in models}
+
+    def statuses(self) -> dict[str, str]:
+        return {name: each["status"] for name, each in self.models().items()}
 
     def have(self, model: str, status: str) -> None:
         """Have a model be ``asleep`` or ``unloaded``, and wait until it is.

