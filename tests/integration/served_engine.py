@@ -121,9 +121,11 @@ def environment(number: int = 0) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def served(start: EngineStart, number: int = 0) -> Iterator[ServedEngine]:
-    """One that runs on the test's core of this number."""
-    engine = ServedEngine(start, environment(number))
+def served(
+    start: EngineStart, number: int = 0, *, fork: bool = True, **more: str
+) -> Iterator[ServedEngine]:
+    """One that runs on the test's core of this number, with ``more`` in its environment."""
+    engine = ServedEngine(start, {**environment(number), **more}, fork=fork)
     try:
         yield engine
     finally:

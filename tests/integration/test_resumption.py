@@ -12,9 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from loomserve.kvstore.server.opening import open_store
-from loomserve.kvstore.server.options import StoreOptions
-from loomserve.kvstore.server.server import StoreServer
+from benchmarks.engine import running_store
 from loomserve.platform.engine.process import engine_process
 from loomserve.platform.models import catalog
 from tests.integration.served_engine import (
@@ -128,15 +126,10 @@ def test_tokens_that_break_the_grammar_end_the_request(front_end: BareFrontEnd) 
 
 
 def test_the_kv_store_has_what_another_engine_has_computed(tmp_path: Path) -> None:
-    options = StoreOptions(
-        folder=tmp_path, arena=Path(f"/dev/shm/loomserve-kv-{uuid.uuid4().hex}"), memory=64 * 2**20
-    )
-    store = StoreServer(open_store(options), options.address)
-    store.start()
     model = str(catalog.resolve("demo", tmp_path))
-    start = engine_start(model, tmp_path, kv_transfer_config=options.kv_transfer_config("demo"))
     params: dict[str, Any] = {**SEEDED, "ignore_eos": True}
-    try:
+    with running_store(tmp_path, 64 * 2**20) as store:
+        start = engine_start(model, tmp_path, kv_transfer_config=store.kv_transfer_config("demo"))
         with served(start) as engine, connected(engine.address) as front_end:
             (whole,) = answers(front_end, [front_end.add(PROMPT, **params)])
             cut = front_end.streams[front_end.add(PROMPT, salt="cut", **params)]
@@ -156,9 +149,6 @@ def test_the_kv_store_has_what_another_engine_has_computed(tmp_path: Path) -> No
             # The last block was saved whenever another fourth of it was filled.
             computed = len(PROMPT) + len(cut.tokens) - 1
             assert front_end.stored_hits - 128 == computed // 8 * 8
-    finally:
-        store.stop()
-        options.arena.unlink(missing_ok=True)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ that samples of the likeliest tokens alone, which the interpreter does not under
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from loomserve.kvstore.server.opening import open_store
+from benchmarks.engine import running_store
 from loomserve.kvstore.server.options import StoreOptions
-from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.engine.process import engine_process
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 from tests.integration import tiny_llama
@@ -27,7 +25,7 @@ from tests.integration.served_engine import (
     answers,
     connected,
     engine_start,
-    environment,
+    served,
 )
 from tests.integration.test_resumption import PENALTIES, SEEDED, salt
 
@@ -56,14 +54,8 @@ WITHIN_S = 300.0
 
 @pytest.fixture(scope="module", name="store")
 def _store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreOptions]:
-    arena = Path(f"/dev/shm/loomserve-kv-{uuid.uuid4().hex}")
-    folder = tmp_path_factory.mktemp("store")
-    options = StoreOptions(folder=folder, arena=arena, memory=64 * 2**20)
-    server = StoreServer(open_store(options), options.address)
-    server.start()
-    yield options
-    server.stop()
-    arena.unlink(missing_ok=True)
+    with running_store(tmp_path_factory.mktemp("store"), 64 * 2**20) as options:
+        yield options
 
 
 @pytest.fixture(scope="module", name="model")
@@ -88,15 +80,13 @@ def engine_of(
             **options,
         },
     )
-    second = {**environment(), "VLLM_USE_V2_MODEL_RUNNER": "1"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_process, "_CHILD", "tests.integration.second_runner_child")
-        engine = ServedEngine(start, second, fork=False)
-    try:
-        with connected(engine.address) as front_end:
+        with (
+            served(start, fork=False, VLLM_USE_V2_MODEL_RUNNER="1") as engine,
+            connected(engine.address) as front_end,
+        ):
             yield engine, front_end
-    finally:
-        engine.end()
 
 
 @pytest.fixture(scope="module", name="front_end")
