@@ -68,6 +68,7 @@ class BorrowerHooks(StepHooks):
         self._engine = engine
         self._costs = costs
         self._workers: WorkerCall | None = None
+        self._leaving: Request | None = None
         self._moves_requests = options.move and prefix_caching
         heads = int(config.kv_cache_groups[0].kv_cache_spec.num_kv_heads)
         self._observer = LoanObserver(self.loans, self.use, costs, heads)
@@ -147,7 +148,8 @@ class BorrowerHooks(StepHooks):
             self._observer.observe(time.perf_counter() - self._engine.step_began)
 
     def in_own_memory(self, request: Request) -> bool:
-        return self.use.partition_of(request) == OWN
+        # The memory of a request that leaves may be given back before the step that would save it.
+        return self.use.partition_of(request) == OWN and request is not self._leaving
 
     def keeps_kv(self, request: Request) -> bool:
         return self.moves.is_moving(request)
@@ -193,7 +195,9 @@ class BorrowerHooks(StepHooks):
             if not self.moves.move(
                 request, OWN, lambda pairs: self._call("copy_in_shard", loan.partition, pairs)
             ):
+                self._leaving = request
                 self._preempt(request)
+                self._leaving = None
 
     def _end_broken(self, loan: Loan) -> None:
         self.broken[loan.ring.closed] += 1

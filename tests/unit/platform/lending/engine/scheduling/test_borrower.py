@@ -13,6 +13,7 @@ import pytest
 from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
 from loomserve.platform.lending.engine.scheduling.borrower import BorrowerHooks
 from loomserve.platform.lending.engine.scheduling.loan import Loan
+from loomserve.platform.lending.engine.shards.migration import ShardMigration
 from loomserve.platform.lending.policy.limits import Rules, first
 from loomserve.platform.lending.ring.ring import Closed, Ring
 from loomserve.platform.state.lending_options import LendingOptions
@@ -178,6 +179,31 @@ def test_kv_of_a_request_that_moves_is_kept_and_of_one_that_is_lent_is_not_swapp
     borrower.engine.preempt = preempt  # type: ignore[method-assign]
     borrower.hooks.drain(borrower.hooks.loans[1])
     assert kept == [True]
+
+
+def test_kv_that_leaves_with_the_memory_of_a_shard_is_not_swapped(borrower: Borrower) -> None:
+    # The shard may come home, and its memory be given back, before the next step saves anything.
+    borrower.ring.granted = 0
+    loan = borrower.open()
+    borrower.ring.granted = borrower.ring.wanted = BLOCKS
+    loan.shard = ShardMigration(borrower.pool, borrower.partitions, 1, BLOCKS, 1, borrower.call)
+    borrower.hooks.follow(loan)
+    assert loan.shard.usable == len(LENT)
+    stays = borrower.engine.run(SIZE, OWN)
+    # More than there is own memory for.
+    leaves = borrower.engine.run((LENT.start + 2) * SIZE, OWN)
+    in_own_memory = dict[Any, bool]()
+
+    def preempt(request: Any, *, drop_output: bool = False) -> None:
+        in_own_memory[request] = borrower.hooks.in_own_memory(request)
+        Scheduled.preempt(borrower.engine, request, drop_output=drop_output)
+
+    borrower.engine.preempt = preempt  # type: ignore[method-assign]
+    assert borrower.hooks.in_own_memory(leaves)
+    borrower.hooks.drain(loan)
+    assert in_own_memory == {leaves: False}
+    assert borrower.engine.running == [stays]
+    assert borrower.hooks.in_own_memory(stays)
 
 
 def test_whatever_a_lender_writes_its_borrower_schedules_on_in_its_own_memory(
