@@ -11,17 +11,38 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from loomserve.platform.lending.device.form import Form
 from loomserve.platform.lending.device.leaf import KernelLeaf
 from loomserve.platform.lending.device.memory import HostMemory
+from loomserve.platform.lending.device.pages import HostPages
 from loomserve.platform.lending.engine.attention import AttendsRemotely
 from loomserve.platform.lending.engine.cpu_attention import RemoteAttentionBackend
-from loomserve.platform.lending.engine.cpu_worker import RemoteAttentionWorker
+from loomserve.platform.lending.engine.cpu_worker import (
+    RemoteAttentionModelRunner,
+    RemoteAttentionWorker,
+)
+from loomserve.platform.lending.engine.memory.paged import PagedMemory
 from loomserve.platform.lending.ring.geometry import GPU
+
+PAGE = 2**14
+"""Of more than one block of a head, as on GPUs."""
+
+
+class InterpretedModelRunner(RemoteAttentionModelRunner):
+    """Its KV memory is there by the page, as a GPU's is."""
+
+    def page_bytes(self) -> int:
+        return PAGE
+
+    def address_space(self, nbytes: int) -> PagedMemory:
+        return PagedMemory(nbytes, HostPages(PAGE))
 
 
 class InterpretedWorker(RemoteAttentionWorker):
+    runner_class = InterpretedModelRunner
+
     def use_remote_attention(self) -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.InterpretedBackend")
 
@@ -34,6 +55,10 @@ class InterpretedWorker(RemoteAttentionWorker):
 
 class InterpretedBackend(RemoteAttentionBackend):
     """Builds as on a CPU."""
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return KVCacheLayout.LBHNC, KVCacheLayout.LHBNC
 
     @staticmethod
     def get_impl_cls() -> Any:

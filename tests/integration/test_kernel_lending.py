@@ -33,12 +33,15 @@ BLOCK_BYTES = 2 * 2 * 2 * HEAD_SIZE * BLOCK_TOKENS * 4
 VOCABULARY = 512
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+@pytest.fixture(scope="module", params=["LHBNC"])
+def interpreted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("model")
     tiny_llama.save(folder, vocabulary=VOCABULARY, context=128, head_size=HEAD_SIZE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
+        patch.setenv("VLLM_KV_CACHE_LAYOUT", request.param)
         hot = engine(
             folder,
             blocks=BLOCKS,

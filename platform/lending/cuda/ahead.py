@@ -57,6 +57,7 @@ def _compiled(kernel: Any, shape: TaskShape, capability: int) -> Any:
         "width": width,
         "query_heads": shape.query_heads,
         "kv_heads": shape.kv_heads,
+        "abreast": 1,
         "head_size": shape.head_size,
         "padded": attention.padded_head(shape),
         "padded_head": attention.padded_head(shape),

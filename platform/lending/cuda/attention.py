@@ -112,6 +112,17 @@ ALIGNED = tl.constexpr(ALIGNED_BYTES)
 
 
 @kernel()
+def first_of_block(
+    block: tl.tensor, abreast: tl.constexpr, block_stride: tl.tensor, abreast_stride: tl.tensor
+) -> tl.tensor:
+    """Where a block begins in a cache; so many lie beside one another before the next follow."""
+    if abreast == 1:
+        return block * block_stride
+    else:
+        return block // abreast * block_stride + block % abreast * abreast_stride
+
+
+@kernel()
 def publish(state: tl.tensor, done: tl.tensor, serving: tl.tensor, contexts: tl.tensor) -> None:
     """Count a context whose answer is stored; the last of ``contexts`` publishes the task."""
     tl.debug_barrier()
@@ -189,8 +200,10 @@ def attend_units(
     max_requests: tl.tensor,
     max_blocks: tl.tensor,
     block_stride: tl.tensor,
+    abreast_stride: tl.tensor,
     head_stride: tl.tensor,
     token_stride: tl.tensor,
+    abreast: tl.constexpr,
     scale: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -250,7 +263,10 @@ def attend_units(
                 block = tl.load(table, mask=inside, other=0)
                 theirs = inside & (block >= 0) & (block < limit)
                 strange += (inside & (theirs == 0)).to(tl.int32)
-                from_block = block.to(tl.int64) * block_stride + tokens % block_size * token_stride
+                from_block = (
+                    first_of_block(block.to(tl.int64), abreast, block_stride, abreast_stride)
+                    + tokens % block_size * token_stride
+                )
                 at_token = (
                     from_block[:, None] + tl.cast(head, tl.int64) * head_stride + places[None, :]
                 )
@@ -312,8 +328,10 @@ def attend_rows(
     max_requests: tl.tensor,
     max_blocks: tl.tensor,
     block_stride: tl.tensor,
+    abreast_stride: tl.tensor,
     head_stride: tl.tensor,
     token_stride: tl.tensor,
+    abreast: tl.constexpr,
     scale: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -333,6 +351,7 @@ def attend_rows(
             in numbers of the cache's type.
         ended: and ``sums`` and ``gathered``: of :class:`LenderMemory`.
         lse: float32 [rows, kv_heads * group].
+        abreast: blocks that lie beside one another, ``abreast_stride`` apart.
         group: query heads of a KV head.
 
     A row that asks for what is not the borrower's closes the loan, and nothing is published.
@@ -359,8 +378,10 @@ def attend_rows(
             max_requests,
             max_blocks,
             block_stride,
+            abreast_stride,
             head_stride,
             token_stride,
+            abreast,
             scale,
             kv_heads,
             group,

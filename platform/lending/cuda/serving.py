@@ -24,6 +24,7 @@ from loomserve.platform.lending.cuda.attention import (
     SERVING,
     LenderMemory,
     attend_rows,
+    first_of_block,
     most_parts,
     padded_group,
     padded_head,
@@ -120,8 +121,10 @@ def write_units(
     closed: tl.tensor,
     state: tl.tensor,
     block_stride: tl.tensor,
+    abreast_stride: tl.tensor,
     head_stride: tl.tensor,
     token_stride: tl.tensor,
+    abreast: tl.constexpr,
     head_size: tl.constexpr,
     width: tl.constexpr,
     block_size: tl.constexpr,
@@ -137,7 +140,10 @@ def write_units(
             kind = key.dtype
             key_cache = tl.load(at).to(kind)
             value_cache = tl.load(at + 1).to(kind)
-            to = slot // block_size * block_stride + slot % block_size * token_stride
+            to = (
+                first_of_block(slot // block_size, abreast, block_stride, abreast_stride)
+                + slot % block_size * token_stride
+            )
             for begin in range(0, width, tile):
                 place = begin + tl.arange(0, tile)
                 inside = place < width
@@ -159,8 +165,10 @@ def write_rows(
     closed: tl.tensor,
     state: tl.tensor,
     block_stride: tl.tensor,
+    abreast_stride: tl.tensor,
     head_stride: tl.tensor,
     token_stride: tl.tensor,
+    abreast: tl.constexpr,
     head_size: tl.constexpr,
     width: tl.constexpr,
     block_size: tl.constexpr,
@@ -184,8 +192,10 @@ def write_rows(
             closed,
             state,
             block_stride,
+            abreast_stride,
             head_stride,
             token_stride,
+            abreast,
             head_size,
             width,
             block_size,
@@ -209,17 +219,21 @@ class DeviceLender:
         granted: torch.Tensor,
         memory: LenderMemory | None = None,
         part_tiles: int = PART_TILES,
+        abreast: int = 1,
+        apart: int = 0,
     ) -> None:
         """
         Args:
             shape: of the borrower's attention.
             buffer: as this end has it mapped.
             caches: key and value cache of each of the borrower's layers in the lender's memory,
-                [blocks, kv_heads, block_size, head_size]; all of the same strides, and the last
+                [rows, kv_heads, block_size, head_size]; all of the same strides, and the last
                 dimension contiguous.
             granted: int64 [1], blocks that the borrower may use now, where the kernels read it.
             memory: its own, if not made here.
             part_tiles: the least tiles of a part of a context.
+            abreast: blocks that lie beside one another.
+            apart: rows of the caches from one of them to the next.
 
         Raises:
             ValueError: the caches are not of the shape, or do not begin where they may.
@@ -239,8 +253,10 @@ class DeviceLender:
             "caches": torch.tensor(addresses, dtype=torch.int64, device=key.device),
             "granted": granted,
             **memory._asdict(),
-            "blocks": len(key),
+            "blocks": (len(key) - (abreast - 1) * apart) * abreast,
             "block_stride": block_stride,
+            "abreast": abreast,
+            "abreast_stride": apart * block_stride,
             "head_stride": head_stride,
             "token_stride": token_stride,
             **{name: getattr(shape, name) for name in _OF_SHAPE},

@@ -20,7 +20,7 @@ from loomserve.platform.lending.cuda.serving import DeviceLender
 from loomserve.platform.lending.device.files import answer_file, task_file
 from loomserve.platform.lending.device.memory import SharedMemory
 from loomserve.platform.lending.device.shape import task_shape
-from loomserve.platform.lending.policy.layout import PLAIN
+from loomserve.platform.lending.policy.layout import PLAIN, Rows
 from loomserve.platform.lending.ring.lent_ring import GRANTED, LentRing
 from loomserve.platform.lending.ring.ring import Closed, ControlLine, RingPeer
 from loomserve.platform.lending.ring.served_ring import (
@@ -41,9 +41,12 @@ class KernelLoan:
     Kernels are queued on the current stream; copies of blocks are the ring's.
     """
 
-    def __init__(self, ring: LentRing, caches: Caches, memory: SharedMemory) -> None:
+    def __init__(
+        self, ring: LentRing, caches: Caches, memory: SharedMemory, rows: Rows = PLAIN
+    ) -> None:
         self.ring = ring
-        self.copies = ServedRing(ring, caches, PLAIN)
+        self.copies = ServedRing(ring, caches, rows)
+        self._rows = rows
         self._shape = task_shape(ring)
         self._caches = caches
         self._memory = memory
@@ -143,5 +146,12 @@ class KernelLoan:
         granted = self._memory.pin(self.ring.own[GRANTED : GRANTED + 1])
         buffer = TaskBuffer.over(self._shape, self._tasks, answers, closed)
         self._posted = buffer.posted
-        self._kernels = DeviceLender(self._shape, buffer, self._caches, granted)
+        self._kernels = DeviceLender(
+            self._shape,
+            buffer,
+            self._caches,
+            granted,
+            abreast=self._rows.abreast,
+            apart=self._rows.apart,
+        )
         return self._kernels

@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,7 +79,7 @@ class CudaMemory:
     def make(self, path: Path, nbytes: int) -> torch.Tensor:
         runtime = _runtime()
         pointer = int(_checked(runtime.cudaMalloc(nbytes)))
-        memory = _tensor(pointer, nbytes, runtime.cudaFree)
+        memory = cuda_tensor(pointer, nbytes, runtime.cudaFree)
         memory.zero_()
         torch.cuda.current_stream().synchronize()
         handle = _checked(runtime.cudaIpcGetMemHandle(pointer))
@@ -97,7 +98,7 @@ class CudaMemory:
             _checked(runtime.cudaIpcOpenMemHandle(ipc_handle(bytes.fromhex(handle)), flags))
         )
         path.unlink()
-        return _tensor(pointer, nbytes, runtime.cudaIpcCloseMemHandle)
+        return cuda_tensor(pointer, nbytes, runtime.cudaIpcCloseMemHandle)
 
     def pin(self, words: torch.Tensor) -> torch.Tensor:
         runtime = _runtime()
@@ -133,7 +134,8 @@ class _Allocation:
         }
 
 
-def _tensor(pointer: int, nbytes: int, free: Any) -> torch.Tensor:
+def cuda_tensor(pointer: int, nbytes: int, free: Callable[[int], Any]) -> torch.Tensor:
+    """Return uint8 ``[nbytes]`` of a GPU's memory; at its end ``free`` gets the address."""
     allocation = _Allocation(pointer, nbytes)
     weakref.finalize(allocation, free, pointer)
     return torch.as_tensor(allocation, device="cuda")

@@ -67,14 +67,11 @@ class KernelServer:
         """Serve this ring from now on, and make the memory that its borrower opens.
 
         Raises:
-            ValueError: it is to compute layers, or its blocks lie abreast, or its attention is
-                none that the kernels compute.
+            ValueError: it is to compute layers, or its attention is none that the kernels compute.
         """
         if layers is not None:
             raise ValueError("layers are lent between CPU devices only")
-        if rows != PLAIN:
-            raise ValueError("a borrower with fewer layers has no room on a GPU: lend to its like")
-        loan = KernelLoan(ring, caches, self._memory)
+        loan = KernelLoan(ring, caches, self._memory, rows)
         ring.words[ControlLine.LENDER * LINE_WORDS] = os.getpid()
         with self._thread.lock:
             self._loans[ring] = loan

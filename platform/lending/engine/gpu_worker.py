@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
-import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -16,16 +15,30 @@ from loomserve.platform.engine.resumption.gpu_worker import (
 from loomserve.platform.lending.device.form import Form
 from loomserve.platform.lending.device.leaf import KernelLeaf
 from loomserve.platform.lending.device.memory import CudaMemory
+from loomserve.platform.lending.device.pages import CudaPages
 from loomserve.platform.lending.engine.gpu_attention import use_remote_attention
+from loomserve.platform.lending.engine.memory.mapped import AddressSpace
+from loomserve.platform.lending.engine.memory.paged import PagedMemory
+from loomserve.platform.lending.engine.memory.runner import HasSpareAddresses
 from loomserve.platform.lending.engine.worker import SortsRows, TakesPartInLending
 from loomserve.platform.lending.ring.geometry import GPU
 
+LAYOUTS = KVCacheLayout.LHBNC, KVCacheLayout.LBHNC
+"""In the first one, heads that have left make room for more blocks."""
 
-class RemoteAttentionGpuModelRunner(SortsRows, ResumingGpuModelRunner):
-    """Has KV memory for its own blocks alone."""
 
-    def release(self, rows: torch.Tensor) -> None:
-        """Keep the memory: a head's share of a block is less than a GPU maps at once."""
+class RemoteAttentionGpuModelRunner(HasSpareAddresses, SortsRows, ResumingGpuModelRunner):
+    """Of a GPU, on which pages are mapped one by one."""
+
+    @cached_property
+    def _pages(self) -> CudaPages:
+        return CudaPages()
+
+    def page_bytes(self) -> int:
+        return self._pages.page
+
+    def address_space(self, nbytes: int) -> AddressSpace:
+        return PagedMemory(nbytes, self._pages)
 
 
 class RemoteAttentionGpuWorker(TakesPartInLending, ResumingGpuWorker):
@@ -43,6 +56,10 @@ class RemoteAttentionGpuWorker(TakesPartInLending, ResumingGpuWorker):
             raise ValueError("lending needs async_scheduling: false")
         if not self.model_config.enforce_eager:
             raise ValueError("lending needs enforce_eager: true")
+        if self.model_config.enable_sleep_mode:
+            raise ValueError(
+                "lending needs enable_sleep_mode: false: vLLM frees no memory of its KV"
+            )
 
     def use_remote_attention(self) -> None:
         use_remote_attention()
@@ -53,27 +70,12 @@ class RemoteAttentionGpuWorker(TakesPartInLending, ResumingGpuWorker):
     def isa(self, layer: Any) -> str:
         return GPU
 
-    def own_memory(self, config: KVCacheConfig, blocks: int) -> KVCacheConfig:
-        """vLLM allocates all that a configuration has, so each layer's memory becomes shorter.
-
-        Raises:
-            ValueError: a layer's blocks do not lie one behind the other, or heads do not in each.
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """
-        if self.cache_config.get_resolved_kv_cache_layout() is not KVCacheLayout.LBHNC:
-            raise ValueError("lending needs VLLM_KV_CACHE_LAYOUT=LBHNC")
-
-        number: int = config.num_blocks
-
-        def shorter(nbytes: int) -> int:
-            return nbytes // number * blocks
-
-        tensors = [
-            replace(
-                tensor,
-                size=shorter(tensor.size),
-                layer_stride=shorter(tensor.layer_stride),
-                offset=shorter(tensor.offset),
-            )
-            for tensor in config.kv_cache_tensors
-        ]
-        return replace(config, num_blocks=blocks, kv_cache_tensors=tensors)
+        Raises:
+            ValueError: a layer's blocks do not lie one behind the other, or tokens between heads.
+        """
+        if self.cache_config.get_resolved_kv_cache_layout() not in LAYOUTS:
+            names = " or ".join(layout.name for layout in LAYOUTS)
+            raise ValueError(f"lending needs VLLM_KV_CACHE_LAYOUT={names}")
+        super().initialize_from_config(kv_cache_config)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from loomserve.kvstore.engine.transfers.memory import BlockMemory, KvMemory
+from loomserve.kvstore.engine.transfers.batched_memory import memory_of
+from loomserve.kvstore.engine.transfers.memory import BlockMemory
 from loomserve.platform.lending.engine.block_partitions import OWN
 from loomserve.platform.lending.engine.borrower_worker import StepLimits
 from loomserve.platform.lending.engine.context import LendingContext
@@ -83,7 +84,7 @@ class ShardWorker:
         needed: dict[str, Any] = {"least": own, **self._limits}
         if "heads" in spec:
             geometry = geometry_of_heads(every, spec["heads"])
-            blocks = room_without_heads(own, every, geometry.kv_heads, self._kv.device)
+            blocks = room_without_heads(self._kv, geometry.kv_heads)
         else:
             layers = range(*spec["layers"])
             check_layers(layers, every, self._model.hidden_size)
@@ -175,5 +176,5 @@ class ShardWorker:
         self._lending.shard = None
         if (store := self._store()) is not None:
             names = [layer.layer_name for layer in self._kv.attention]
-            store.use(KvMemory(dict(zip(names, self._kv.caches, strict=True))))
+            store.use(memory_of(dict(zip(names, self._kv.caches, strict=True))))
         return True

@@ -63,11 +63,6 @@ class TakesPartInLending(ABC):
     def isa(self, layer: Any) -> str:
         """Return what ``Geometry`` says of how a layer's attention packs blocks."""
 
-    def own_memory(self, config: KVCacheConfig, blocks: int) -> KVCacheConfig:
-        """Return the configuration with no memory but for the first ``blocks``."""
-        # A layer's memory begins where the one before would end if it had a block for each number.
-        return replace(config, num_blocks=blocks)
-
     # vLLM's start
 
     def init_device(self) -> None:
@@ -88,7 +83,9 @@ class TakesPartInLending(ABC):
         self._context.partitions = partitions = borrowed_partitions(kv_cache_config, self._options)
         own = len(partitions.ranges[OWN])
         self._check_own(kv_cache_config, own)
-        super().initialize_from_config(self.own_memory(kv_cache_config, own))  # type: ignore[misc]
+        # A layer's memory begins where the one before would end if it had a block for each number.
+        of_own = replace(kv_cache_config, num_blocks=own)
+        super().initialize_from_config(of_own)  # type: ignore[misc]
         self._prepare_loans()
 
     def _check_own(self, config: KVCacheConfig, own: int) -> None:
@@ -108,7 +105,7 @@ class TakesPartInLending(ABC):
         kv = LocalKv(
             attention=attention,
             caches=runner.kv_caches,
-            release=runner.release,
+            memory=runner.kv_memory,
             numbers=context.partitions.ranges[-1].stop,
             geometry=self._geometry(attention),
         )

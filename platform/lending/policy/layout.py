@@ -6,6 +6,9 @@ borrower's layer ``g`` lies in the lender's layer ``g mod L``. If the borrower h
 fewer, several of its blocks may lie ``abreast``, in the same bytes of different layers. The
 borrower's blocks count upwards from the range's first byte, all that are abreast before the next,
 so a range that grows or shrinks at its end leaves the others where they are.
+
+Where a lender's KV is head-major in each layer, the borrower's blocks and heads must be as large as
+its own. Those of the borrower's blocks that it has heads for lie abreast in one of its blocks.
 """
 
 from __future__ import annotations
@@ -14,10 +17,14 @@ from typing import Any, NamedTuple
 
 
 class Layout(NamedTuple):
-    """The layers of a model's KV, and the bytes of one block in one of them."""
+    """The layers of a model's KV, and the bytes of one block in one of them.
+
+    ``heads_apart``: whether each head's blocks lie together, and not each block's heads.
+    """
 
     layers: int
     block_bytes: int
+    heads_apart: bool = False
 
 
 def stacked(lender: Layout, borrower: Layout) -> int:
@@ -73,11 +80,20 @@ PLAIN = Rows()
 
 def borrower_blocks(lender: Layout, borrower: Layout, blocks: int) -> int:
     """Return how many of the borrower's blocks fit into ``blocks`` of the lender's."""
+    if lender.heads_apart:
+        return blocks * _of_heads(lender, borrower)
     places = blocks * lender.block_bytes // (stacked(lender, borrower) * borrower.block_bytes)
     return places * abreast(lender, borrower)
 
 
 def lender_blocks(lender: Layout, borrower: Layout, blocks: int) -> int:
     """Return the fewest of the lender's blocks that hold ``blocks`` of the borrower's."""
+    if lender.heads_apart:
+        return -(-blocks // _of_heads(lender, borrower))
     places = -(-blocks // abreast(lender, borrower))
     return -(-places * stacked(lender, borrower) * borrower.block_bytes // lender.block_bytes)
+
+
+def _of_heads(lender: Layout, borrower: Layout) -> int:
+    """Return how many blocks of a borrower with fewer heads lie in one of the lender's."""
+    return max(1, lender.block_bytes // borrower.block_bytes)

@@ -33,8 +33,11 @@ def borrower_caches(
         which the borrower's blocks are; the others are not the borrower's.
 
     Raises:
-        ValueError: the lender's layers are not evenly spaced, and blocks lie abreast.
+        ValueError: the lender's layers are not evenly spaced, and blocks lie abreast; or each of
+            its heads' blocks lie together, and a borrower's block has no place in one of its own.
     """
+    if heads_lie_apart(kv_caches[0]):
+        return _by_head(kv_caches, range(first_block, first_block + blocks), borrower)
     layouts = (
         Layout(len(kv_caches), kv_caches[0][0].nbytes),
         Layout(borrower.layers, borrower.layer_block_bytes),
@@ -64,6 +67,11 @@ def borrower_caches(
     return caches, rows
 
 
+def heads_lie_apart(cache: torch.Tensor) -> bool:
+    """Whether each head's blocks lie together, and not each block's heads."""
+    return bool(cache.shape[1] > 1 and cache.stride(1) > cache.stride(0))
+
+
 def keys_and_values(cache: torch.Tensor, geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views of a cache's keys and of its values, [blocks, kv_heads, block_size, head_size].
 
@@ -78,6 +86,32 @@ def keys_and_values(cache: torch.Tensor, geometry: Geometry) -> tuple[torch.Tens
     strides = (*cache.stride()[:2], geometry.head_size, 1)
     key, value = cache.as_strided(shape, strides, cache.storage_offset()).chunk(2, dim=2)
     return key, value
+
+
+def _by_head(
+    kv_caches: Sequence[torch.Tensor], held: range, borrower: Geometry
+) -> tuple[Caches, Rows]:
+    """In one of the lender's blocks lie as many of the borrower's as it has heads for, abreast."""
+    first, heads, size = kv_caches[0], borrower.kv_heads, borrower.head_size
+    if (
+        borrower.layers > len(kv_caches)
+        or heads > first.shape[1]
+        or borrower.layer_block_bytes // heads != first[0, 0].nbytes
+    ):
+        raise ValueError(
+            "a lender whose heads' blocks lie together (LHBNC) has room for engines with blocks "
+            "and heads of the same size alone, and no more heads or layers than its own"
+        )
+    of_block, of_head = first.stride()[:2]
+    rows = Rows(first.shape[1] // heads, heads * of_head // of_block)
+    caches = []
+    for cache in kv_caches[: borrower.layers]:
+        cache = cache[held.start :].as_strided(
+            ((rows.abreast - 1) * rows.apart + len(held), heads, borrower.block_size, 2 * size),
+            (of_block, of_head, 2 * size, 1),
+        )
+        caches.append(keys_and_values(cache, borrower))
+    return caches, rows
 
 
 def _stride(kv_caches: Sequence[torch.Tensor]) -> int:

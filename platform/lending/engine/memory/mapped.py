@@ -1,27 +1,45 @@
 """KV memory with spare address space behind each layer's blocks.
 
-A page takes memory from its first write until it is released, and any run of pages can be released:
-one layer, or a share of some blocks. torch's allocator can do neither. So when heads or layers
-leave for a lender, nothing that stays is copied.
+Any run of pages can be given back by itself: one layer, or a share of some blocks. torch's
+allocator cannot do that. So when heads or layers leave for a lender, nothing that stays is copied.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
+from itertools import product
+from typing import Protocol
 
 import torch
 
-# What CUDA's driver maps at once, of GPUs with their own memory.
-_CUDA_PAGE = 2 * 2**20
 
+class AddressSpace(Protocol):
+    """Memory of which only some pages are there.
 
-def page_bytes(device: torch.device) -> int:
-    """The least memory of a device that can be given back by itself."""
-    return mmap.PAGESIZE if device.type == "cpu" else _CUDA_PAGE
+    Attributes:
+        page: Bytes of the least memory that can be given back by itself.
+    """
+
+    page: int
+
+    def tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a view with the type, shape, strides and offset of ``like``."""
+
+    def back(self, rows: torch.Tensor) -> None:
+        """Have memory for all of ``rows``, a view of it, that has none."""
+
+    def release(self, rows: torch.Tensor) -> None:
+        """Give back the memory of ``rows``, a view of it; what they hold is lost.
+
+        A page that holds anything else, too, stays.
+        """
 
 
 class MappedMemory:
     """One anonymous mapping of ``nbytes`` of the host, of which only written pages take memory."""
+
+    page = mmap.PAGESIZE
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         """
@@ -38,24 +56,37 @@ class MappedMemory:
         self._bytes = torch.frombuffer(self._memory, dtype=torch.int8)
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a view of the mapping with the type, shape, strides and offset of ``like``."""
-        whole = self._bytes.view(like.dtype)
-        return whole.as_strided(like.shape, like.stride(), like.storage_offset())
+        return view_as(self._bytes, like)
+
+    def back(self, rows: torch.Tensor) -> None:
+        """A page takes memory from its first write on."""
 
     def release(self, rows: torch.Tensor) -> None:
-        """Give back the pages of ``rows``, which are zero from now on.
-
-        Args:
-            rows: a view of the mapping, each row of which is contiguous. A page that holds anything
-                else, too, stays.
-        """
-        if not len(rows):
-            return
-        begin = rows.storage_offset() * rows.itemsize
-        size, step = rows[0].nbytes, rows.stride(0) * rows.itemsize
-        together = size == step
-        for at in range(1 if together else len(rows)):
-            first = -(-(begin + at * step) // mmap.PAGESIZE) * mmap.PAGESIZE
-            end = begin + at * step + (rows.nbytes if together else size)
+        for begin, end in runs(rows):
+            first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
             if (pages := end // mmap.PAGESIZE * mmap.PAGESIZE - first) > 0:
                 self._memory.madvise(mmap.MADV_DONTNEED, first, pages)
+
+
+def view_as(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a view of these bytes with the type, shape, strides and offset of ``like``."""
+    return whole.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def runs(rows: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Yield the first byte, from the storage's begin, and the end of each run that lies together.
+
+    Args:
+        rows: a view whose elements do not overlap; its dimensions may be in any order.
+    """
+    together, apart = 1, []
+    for step, size in sorted(zip(rows.stride(), rows.shape, strict=True)):
+        if step == together or size == 1:
+            together *= size
+        else:
+            apart.append([at * step for at in range(size)])
+    if not rows.numel():
+        return
+    for offsets in product(*reversed(apart)):
+        begin = (rows.storage_offset() + sum(offsets)) * rows.itemsize
+        yield begin, begin + together * rows.itemsize

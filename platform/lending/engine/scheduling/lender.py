@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from loomserve.platform.engine.scheduler_calls import WorkerCall
 from loomserve.platform.engine.scheduling.step_hooks import HookedScheduler, StepHooks
@@ -61,7 +62,11 @@ class LenderHooks(StepHooks):
         self.plans: dict[str, Any] = {}
         """How operators are sliced while there are borrowers."""
         group = config.kv_cache_groups[0]
-        self._layout = Layout(len(group.layer_names), group.kv_cache_spec.page_size_bytes)
+        spec = group.kv_cache_spec
+        by_head = config.kv_cache_layout == KVCacheLayout.LHBNC.name
+        self._layout = Layout(
+            len(group.layer_names), spec.page_size_bytes, by_head and spec.num_kv_heads > 1
+        )
         self._engine = engine
         self._partitions = partitions
         self._options = options

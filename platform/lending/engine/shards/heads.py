@@ -1,8 +1,8 @@
 """KV heads of an engine that a lender keeps and computes.
 
 A shard is the last KV heads of every layer, with the query heads that attend to them, for all
-sequences alike; no weight leaves the engine. The heads that stay do so where they are: the pages of
-those that left are given back, and more blocks follow behind. BanaServe (section 4.3.2) lays all KV
+sequences alike; no weight leaves the engine. The heads that stay do so where they are: pages of
+those that left become more blocks behind. BanaServe (section 4.3.2) lays all KV
 out anew instead; here nothing is copied. A head's attention needs nothing of other heads, so
 outputs are only put side by side.
 """
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from loomserve.platform.lending.engine.memory.mapped import page_bytes
+from loomserve.platform.lending.engine.memory.lent import heads_lie_apart
 from loomserve.platform.lending.engine.shards.shard import LocalKv, RemoteShard, room
 from loomserve.platform.lending.leaf import BorrowerEnd
 from loomserve.platform.lending.ring.geometry import Geometry
@@ -34,15 +34,18 @@ def geometry_of_heads(geometry: Geometry, heads: int) -> Geometry:
     return replace(geometry, kv_heads=heads, query_heads=heads * group)
 
 
-def room_without_heads(blocks: int, geometry: Geometry, heads: int, device: torch.device) -> int:
-    """Return how many blocks fit into the memory of ``blocks`` once these heads have left it."""
-    return room(blocks, *_shares_of(geometry, heads, device))
+def room_without_heads(kv: LocalKv, heads: int) -> int:
+    """Return how many blocks fit into the memory of the engine's own once these heads have left it.
 
-
-def _shares_of(geometry: Geometry, heads: int, device: torch.device) -> tuple[int, int, int]:
-    """Only whole pages are given back: heads that share one with others leave no room."""
-    together = geometry.layer_block_bytes // geometry.kv_heads % page_bytes(device)
-    return (1, 0, 0) if together else (geometry.kv_heads, heads, 0)
+    Only whole pages are given back. Where a block's heads lie together, a head's share of a block
+    must consist of such; where each head's blocks do, those of all own blocks.
+    """
+    blocks, every, page = len(kv.caches[0]), kv.geometry.kv_heads, kv.memory.page
+    head_bytes = kv.geometry.layer_block_bytes // every
+    if heads_lie_apart(kv.caches[0]):
+        freed, taken = blocks * head_bytes // page, -(-blocks * head_bytes // page)
+        return (taken + heads * freed // (every - heads)) * page // head_bytes
+    return blocks if head_bytes % page else room(blocks, every, heads)
 
 
 class RemoteHeads(RemoteShard):
@@ -53,21 +56,33 @@ class RemoteHeads(RemoteShard):
         every, remote = kv.geometry, borrower.ring.geometry
         self.kept = geometry_of_heads(every, every.kv_heads - remote.kv_heads)
         """The attention that stays."""
-        self._of_block = _shares_of(every, remote.kv_heads, kv.device)
+        self._blocks = room_without_heads(kv, remote.kv_heads)
         self._held = list(range(len(kv.caches)))
+        self._freed: list[int] = []
 
-    @property
-    def _shares(self) -> tuple[int, int, int]:
-        return self._of_block
+    def _room(self) -> int:
+        return self._blocks
 
     def hand_over(self) -> None:
         for layer in range(len(self._whole)):
             self._use(layer, self._longer(layer)[:, : self.kept.kv_heads])
 
     def free_memory(self) -> bool:
+        """Have the memory of one layer's heads for more blocks of the others."""
         if self._held:
-            self._release(self._whole[self._held.pop()][:, self.kept.kv_heads :])
+            layer = self._held.pop()
+            self._memory.release(self._remote(layer))
+            self._memory.back(self._more(layer))
+            self._freed.append(layer)
         return not self._held
+
+    def prepare_return(self) -> bool:
+        """Give one layer's heads the memory of the blocks that must be left by now."""
+        if self._freed:
+            layer = self._freed.pop()
+            self._memory.release(self._more(layer))
+            self._memory.back(self._remote(layer))
+        return not self._freed
 
     def write_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:
         kept = self.kept.kv_heads
@@ -78,6 +93,9 @@ class RemoteHeads(RemoteShard):
         kept = self.kept.kv_heads
         rows[:, :kept] = self._kv_caches[layer][blocks.start : blocks.stop]
         return self._read_there(layer, blocks, rows[:, kept:])
+
+    def _more(self, layer: int) -> torch.Tensor:
+        return super()._more(layer)[:, : self.kept.kv_heads]
 
     def _remote(self, number: int) -> torch.Tensor:
         return self._whole[number][:, self.kept.kv_heads :]

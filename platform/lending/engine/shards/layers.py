@@ -63,12 +63,8 @@ def check_layers(layers: range, geometry: Geometry, hidden_size: int) -> None:
 
 def room_without(layers: range, blocks: int, geometry: Geometry, weights: LayerWeights) -> int:
     """Return how many blocks fit into the memory of ``blocks`` once these layers have left."""
-    return room(blocks, *_shares_of(layers, geometry, weights))
-
-
-def _shares_of(layers: range, geometry: Geometry, weights: LayerWeights) -> tuple[int, int, int]:
     freed = sum(map(weights.size, layers)) // geometry.layer_block_bytes
-    return geometry.layers, len(layers), freed
+    return room(blocks, geometry.layers, len(layers), freed)
 
 
 @dataclass(frozen=True)
@@ -123,14 +119,13 @@ class RemoteLayers(RemoteShard):
         super().__init__(kv, borrower, patience_s)
         self._modules = modules
         self._layers = layers
-        self._of_block = _shares_of(layers, kv.geometry, weights)
+        self._blocks = room_without(layers, len(kv.caches[0]), kv.geometry, weights)
         self._weights = weights
         self._own = list(modules)
         self._kept = list(layers)
 
-    @property
-    def _shares(self) -> tuple[int, int, int]:
-        return self._of_block
+    def _room(self) -> int:
+        return self._blocks
 
     def hand_over(self) -> None:
         for layer in self._layers:
@@ -145,17 +140,25 @@ class RemoteLayers(RemoteShard):
     def free_memory(self) -> bool:
         if self._kept:
             layer = self._kept.pop()
-            self._release(self._whole[layer])
+            self._memory.release(self._whole[layer])
             self._weights.release(layer)
             return False
         give_back_freed()
+        for layer in self.layers_here:
+            self._memory.back(self._more(layer))
         return True
 
     def prepare_return(self) -> bool:
-        """Read one layer's weights, whose memory is taken twice until the extra blocks are gone."""
+        """Read one layer's weights; once all are there, KV has the memory of the extra blocks."""
         if self._weights.released:
             self._weights.restore(max(self._weights.released))
-        return not self._weights.released
+        if self._weights.released:
+            return False
+        for layer in self.layers_here:
+            self._memory.release(self._more(layer))
+        for layer in self._layers:
+            self._memory.back(self._whole[layer])
+        return True
 
     def take_back(self) -> None:
         while not self.prepare_return():

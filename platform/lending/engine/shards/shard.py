@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from loomserve.platform.lending.engine.memory.lent import keys_and_values
+from loomserve.platform.lending.engine.memory.mapped import AddressSpace
 from loomserve.platform.lending.leaf import BorrowerEnd
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.ring import RingTask
@@ -35,21 +36,16 @@ class LocalKv:
         attention: vLLM's attention layers, in order.
         caches: The model runner's, one a layer, ``[blocks, kv_heads, block_size, 2 * head_size]``.
             Its entries are replaced while a shard is away.
-        release: Gives back the memory of some rows of a cache, which are zero from then on.
+        memory: In which they lie.
         numbers: Of blocks for which each layer has address space.
         geometry: Of the whole attention.
     """
 
     attention: Sequence[Any]
     caches: list[torch.Tensor]
-    release: Callable[[torch.Tensor], None]
+    memory: AddressSpace
     numbers: int
     geometry: Geometry
-
-    @property
-    def device(self) -> torch.device:
-        """Where its caches are."""
-        return self.caches[0].device
 
 
 class RemoteShard(ABC):
@@ -68,7 +64,7 @@ class RemoteShard(ABC):
         self._kv_caches = kv.caches
         self._geometry = kv.geometry
         self._whole = list(kv.caches)
-        self._release = kv.release
+        self._memory = kv.memory
         self._numbers = kv.numbers
         self._patience_s = patience_s
         self._whole_blocks = len(kv.caches[0])
@@ -76,13 +72,11 @@ class RemoteShard(ABC):
     @property
     def blocks(self) -> int:
         """Blocks that fit here while the shard is away."""
-        return min(room(self._whole_blocks, *self._shares), self._numbers)
+        return min(self._room(), self._numbers)
 
-    @property
     @abstractmethod
-    def _shares(self) -> tuple[int, int, int]:
-        """Equal shares of a block, those of them that are the shard's, and other memory that the
-        shard frees, in shares."""
+    def _room(self) -> int:
+        """Return how many blocks there is memory for while the shard is away."""
 
     def send(self, blocks: Sequence[int]) -> bool:
         """Copy the shard's share of these blocks to the lender; False if its ring has closed."""
@@ -110,7 +104,8 @@ class RemoteShard(ABC):
     def take_back(self) -> None:
         """Compute the shard here from now on; all KV has been fetched, or is lost."""
         for layer, whole in enumerate(self._whole):
-            self._release(self._longer(layer)[self._whole_blocks :])
+            self._memory.release(self._more(layer))
+            self._memory.back(whole)
             self._use(layer, whole)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> bool:
@@ -213,6 +208,10 @@ class RemoteShard(ABC):
         """Return the layer's cache with as many blocks as fit without the shard."""
         whole = self._whole[layer]
         return whole.as_strided((self.blocks, *whole.shape[1:]), whole.stride())
+
+    def _more(self, layer: int) -> torch.Tensor:
+        """Return the blocks of a layer that there are only while the shard is away."""
+        return self._longer(layer)[self._whole_blocks :]
 
     def _by_kind(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of its keys and of its values, as they go through the ring."""

@@ -5,6 +5,7 @@ The interpreter is one thread's at a time, so a lender's thread has it for itsel
 
 from __future__ import annotations
 
+import mmap
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from loomserve.platform.lending.engine.block_partitions import Partitions
 from loomserve.platform.lending.engine.borrower_worker import BorrowerWorker, StepLimits
 from loomserve.platform.lending.engine.context import LendingContext
 from loomserve.platform.lending.engine.lender_worker import LenderWorker
+from loomserve.platform.lending.engine.memory.mapped import MappedMemory
 from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.ring.geometry import GPU, Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
@@ -80,9 +82,9 @@ class Borrower:
 class Lender:
     """A lender's end, and that of its scheduler."""
 
-    def __init__(self, folder: str, geometry: Geometry, form: str) -> None:
+    def __init__(self, folder: str, geometry: Geometry, form: str, heads_apart: bool) -> None:
         assert INTERPRETED
-        self.path, self.kv = f"{folder}/ring", local_kv(LENT_BLOCKS, geometry)
+        self.path, self.kv = f"{folder}/ring", local_kv(LENT_BLOCKS, geometry, heads_apart)
         self.server = KernelLeaf(HostMemory(), Form(form)).server()
         self.context = LendingContext()
         self.worker = LenderWorker(self.context, self.server, self.kv, nn.Module())
@@ -97,10 +99,14 @@ class Lender:
         return any(bool(cache[block].any()) for cache in self.kv.caches)
 
 
-def local_kv(blocks: int, geometry: Geometry) -> LocalKv:
-    size = (geometry.kv_heads, geometry.block_size, 2 * geometry.head_size)
-    caches = list(torch.randn(geometry.layers, blocks, *size))
-    return LocalKv([], caches, lambda _: None, blocks, geometry)
+def local_kv(blocks: int, geometry: Geometry, heads_apart: bool = False) -> LocalKv:
+    inner = (geometry.block_size, 2 * geometry.head_size)
+    if heads_apart:
+        caches = torch.randn(geometry.layers, geometry.kv_heads, blocks, *inner).transpose(1, 2)
+    else:
+        caches = torch.randn(geometry.layers, blocks, geometry.kv_heads, *inner)
+    memory = MappedMemory(mmap.PAGESIZE, torch.device("cpu"))
+    return LocalKv([], list(caches), memory, blocks, geometry)
 
 
 # Of the borrower's process
@@ -151,9 +157,9 @@ _lenders: list[Lender] = []
 
 
 def lends(folder: str, asked: dict[str, Any], granted: int, form: str, **change: Any) -> str:
-    """Lend to a borrower of GEOMETRY, or of another; returns the error."""
-    own = replace(GEOMETRY, layers=change.pop("own_layers", GEOMETRY.layers))
-    _lenders.append(lender := Lender(folder, own, form))
+    """Lend to a borrower of GEOMETRY, or of another, from that or ``own``; returns the error."""
+    own, heads_apart = replace(GEOMETRY, **change.pop("own", {})), change.pop("heads_apart", False)
+    _lenders.append(lender := Lender(folder, own, form, heads_apart))
     asked["geometry"] = replace(GEOMETRY, **change).to_json()
     try:
         lender.lend(granted, asked)

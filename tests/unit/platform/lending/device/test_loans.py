@@ -38,9 +38,11 @@ class Ends:
     def lender(self, function: Any, *arguments: Any, **named: Any) -> Any:
         return self._lender.submit(function, *arguments, **named).result()
 
-    def open(self, folder: Path, granted: int = LENT_BLOCKS, form: str = "stream") -> None:
+    def open(
+        self, folder: Path, granted: int = LENT_BLOCKS, form: str = "stream", **lender: Any
+    ) -> None:
         asked = self.borrower(interpreted.asks, str(folder))
-        assert self.lender(interpreted.lends, str(folder), asked, granted, form) == ""
+        assert self.lender(interpreted.lends, str(folder), asked, granted, form, **lender) == ""
         assert self.borrower(interpreted.borrows) == ""
 
     def end(self) -> None:
@@ -77,6 +79,33 @@ def test_blocks_that_moved_are_attended_to_and_come_back(
     assert ends.lender(interpreted.ends, str(tmp_path)) == (False, [])
 
 
+@pytest.mark.parametrize("form", ["stream", "resident"])
+@pytest.mark.parametrize(
+    ("abreast", "lender"),
+    [
+        (2, {"own": {"layers": 4}}),
+        (1, {"heads_apart": True}),
+        (3, {"own": {"query_heads": 6, "kv_heads": 6}, "heads_apart": True}),
+    ],
+)
+def test_blocks_that_lie_abreast_at_a_lender_of_another_shape_are_attended_to(
+    ends: Ends, tmp_path: Path, form: str, abreast: int, lender: dict[str, Any]
+) -> None:
+    granted = abreast * LENT_BLOCKS
+    ends.open(tmp_path, granted, form, **lender)
+    first, last = granted - 1, granted - 2
+    pairs = [(0, OWN_BLOCKS + first), (1, OWN_BLOCKS + last), (2, OWN_BLOCKS)]
+    assert ends.borrower(interpreted.moves, OWN, LENDER, pairs)
+    tokens = GEOMETRY.block_size + 5
+    assert ends.borrower(interpreted.how_far_apart, [first, last], [0, 1], tokens) < 2e-6
+    assert ends.lender(interpreted.counted) == (1, 1)
+    assert ends.borrower(interpreted.moves, LENDER, OWN, [(OWN_BLOCKS, 3)])
+    assert ends.borrower(interpreted.are_equal, 2, 3)
+    # None behind what is granted.
+    assert ends.borrower(interpreted.answer, [granted, first], 0) == (False, Closed.REFUSED)
+    assert ends.lender(interpreted.ends, str(tmp_path)) == (False, [])
+
+
 def test_blocks_that_are_not_granted_close_the_loan(ends: Ends, tmp_path: Path) -> None:
     ends.open(tmp_path, granted=2)
     tokens = GEOMETRY.block_size + 1
@@ -101,7 +130,8 @@ def test_memory_that_is_wanted_back_is_cleared_before_a_step(ends: Ends, tmp_pat
         ({"isa": "vec"}, "a GPU's engine and a CPU's lend nothing to each other"),
         ({"sliding_window": 8}, "compute neither sliding windows nor soft caps"),
         ({"block_size": 24}, "a block of 24 tokens is no power of two"),
-        ({"own_layers": 4}, "a borrower with fewer layers has no room on a GPU"),
+        ({"own": {"layers": 1}, "heads_apart": True}, "and no more heads or layers than its own"),
+        ({"own": {"head_size": 8}, "heads_apart": True}, "blocks and heads of the same size alone"),
     ],
 )
 def test_what_kernels_cannot_carry_is_refused(

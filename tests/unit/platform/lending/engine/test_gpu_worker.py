@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,49 +14,77 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    compute_layout_strides,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.worker.utils import allocate_kv_cache
 
-from loomserve.platform.lending.engine.gpu_worker import RemoteAttentionGpuWorker
+from loomserve.platform.lending.device.pages import HostPages
+from loomserve.platform.lending.engine.gpu_worker import (
+    LAYOUTS,
+    RemoteAttentionGpuModelRunner,
+    RemoteAttentionGpuWorker,
+)
 
-LAYERS, BLOCKS, OWN = ["first", "second", "third"], 12, 5
+LAYERS, BLOCKS, OWN, PAGE = ["layers.0", "layers.1", "layers.2"], 12, 5, 2**14
+BLOCK = (2, 16, 64)
+"""Heads, tokens, and a head's keys and values: 2 KiB a head."""
 
 
-def config() -> KVCacheConfig:
+def config(layout: KVCacheLayout) -> KVCacheConfig:
+    """As a worker has its runner allocate: memory for own blocks, in addresses for all."""
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float16)
-    page = spec.page_size_bytes
-    tensor = KVCacheTensor(
-        size=len(LAYERS) * BLOCKS * page,
-        layers=LAYERS,
-        layer_stride=BLOCKS * page,
-        block_stride=page,
-    )
-    return KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(LAYERS, spec)])
+    layer, block, *_ = compute_layout_strides(spec, BLOCKS, len(LAYERS), layout)
+    size = len(LAYERS) * BLOCKS * spec.page_size_bytes
+    tensor = KVCacheTensor(size=size, layers=LAYERS, layer_stride=layer, block_stride=block)
+    return KVCacheConfig(OWN, [tensor], [KVCacheGroupSpec(LAYERS, spec)])
 
 
-def worker(layout: KVCacheLayout) -> RemoteAttentionGpuWorker:
-    made = object.__new__(RemoteAttentionGpuWorker)
+def runner(layout: KVCacheLayout) -> Any:
+    """Without a GPU: pages are of the host, and those that are not mapped end the process."""
+    made = object.__new__(RemoteAttentionGpuModelRunner)
+    made._pages = HostPages(PAGE)
     made.cache_config = SimpleNamespace(get_resolved_kv_cache_layout=lambda: layout)
+    layers = {name: SimpleNamespace(bind_kv_cache=lambda _: None) for name in LAYERS}
+    made.compilation_config = SimpleNamespace(static_forward_context=layers)
+    made.shared_kv_cache_layers, made.kv_caches = {}, []
     return made
 
 
-def test_each_layer_has_memory_for_own_blocks_and_no_others() -> None:
-    whole = config()
-    own = worker(KVCacheLayout.LBHNC).own_memory(whole, OWN)
-    caches = allocate_kv_cache(own, torch.device("cpu"), KVCacheLayout.LBHNC)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layer_has_memory_for_own_blocks_and_addresses_for_all(layout: KVCacheLayout) -> None:
+    of = runner(layout)
+    caches = of.initialize_kv_cache_tensors(config(layout), [16])
     assert list(caches) == LAYERS
+    assert [each.data_ptr() for each in of.kv_caches] == [
+        each.data_ptr() for each in caches.values()
+    ]
     for number, cache in enumerate(caches.values()):
-        assert cache.shape == (OWN, 2, 16, 64)
-        assert cache.is_contiguous()
+        assert cache.shape == (OWN, *BLOCK)
+        assert not cache.any()
         cache.fill_(number + 1)
-    assert [cache.unique().item() for cache in caches.values()] == [1, 2, 3]
-    assert caches["first"].untyped_storage().nbytes() == whole.kv_cache_tensors[0].size * 5 // 12
+        longer = cache.as_strided((BLOCKS, *BLOCK), cache.stride())
+        of.kv_memory.back(longer)
+        longer[OWN:] = -number - 1
+    for number, cache in enumerate(caches.values()):
+        assert (cache == number + 1).all()
+        assert (cache.as_strided((BLOCKS, *BLOCK), cache.stride())[OWN:] == -number - 1).all()
 
 
-def test_a_layout_in_which_heads_lie_apart_is_refused() -> None:
-    with pytest.raises(ValueError, match="VLLM_KV_CACHE_LAYOUT=LBHNC"):
-        worker(KVCacheLayout.LBNHC).own_memory(config(), OWN)
+def test_each_head_begins_with_a_page_where_its_blocks_lie_together() -> None:
+    of = runner(KVCacheLayout.LHBNC)
+    caches = of.initialize_kv_cache_tensors(config(KVCacheLayout.LHBNC), [16])
+    first = of.kv_caches[0].data_ptr()
+    begins = [cache[0, head].data_ptr() - first for cache in caches.values() for head in range(2)]
+    assert len(set(begins)) == len(begins)
+    assert all(begin % PAGE == 0 for begin in begins)
+
+
+def test_a_layout_in_which_tokens_lie_between_heads_is_refused() -> None:
+    made = object.__new__(RemoteAttentionGpuWorker)
+    layout = KVCacheLayout.LBNHC
+    made.cache_config = SimpleNamespace(get_resolved_kv_cache_layout=lambda: layout)
+    with pytest.raises(ValueError, match="VLLM_KV_CACHE_LAYOUT=LHBNC or LBHNC"):
+        made.initialize_from_config(config(layout))
 
 
 OF_A_GPUS_ENGINE = (

@@ -65,6 +65,58 @@ def test_guests_write_into_the_range_only_and_nowhere_twice(
     assert not any(cache[:first].any() for cache in caches)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    layers=st.integers(1, 3),
+    fewer_layers=st.integers(0, 2),
+    heads=st.integers(1, 6),
+    guest_heads=st.integers(1, 6),
+    isa=st.sampled_from(["vec", GPU]),
+    first=st.integers(1, BLOCKS - 1),
+    shorter=st.booleans(),
+)
+def test_guests_of_a_lender_whose_heads_lie_apart_write_into_the_range_only_and_nowhere_twice(
+    layers: int,
+    fewer_layers: int,
+    heads: int,
+    guest_heads: int,
+    isa: str,
+    first: int,
+    shorter: bool,
+) -> None:
+    guest_layers, guest_heads = max(1, layers - fewer_layers), min(heads, guest_heads)
+    caches = list(torch.zeros(layers, heads, BLOCKS, 32, 2 * 32).transpose(1, 2))
+    # As many bytes of a head in a block.
+    size, head = (16, 64) if shorter else (32, 32)
+    borrower = Geometry(
+        layers=guest_layers, query_heads=guest_heads, kv_heads=guest_heads, head_size=head,
+        block_size=size, dtype="float32", scale=1.0, isa=isa,
+    )  # fmt: skip
+    shapes = (
+        Layout(layers, caches[0][0].nbytes, heads_apart=True),
+        Layout(guest_layers, borrower.layer_block_bytes),
+    )
+    views, rows = borrower_caches(caches, first, BLOCKS - first, borrower)
+    # A single head's blocks lie as they would in a lender whose heads are not apart.
+    places = (
+        borrower_blocks(*shapes, BLOCKS - first) if heads > 1 else rows.blocks(len(views[0][0]))
+    )
+    assert [rows.blocks(len(key)) for key, _ in views] == [places] * guest_layers
+    assert lender_blocks(*shapes, places) == BLOCKS - first or heads == 1
+    for layer, (key, value) in enumerate(views):
+        assert key.shape[1:] == (guest_heads, size, head)
+        for block in range(places):
+            at = rows.of(block)
+            assert not key[at].any()
+            assert not value[at].any()
+            key[at], value[at] = 1 + layer + 10 * block, -1 - layer - 10 * block
+    for layer, (key, value) in enumerate(views):
+        for block in range(places):
+            assert (key[rows.of(block)] == 1 + layer + 10 * block).all()
+            assert (value[rows.of(block)] == -1 - layer - 10 * block).all()
+    assert not any(cache[:first].any() for cache in caches)
+
+
 @pytest.mark.parametrize(("away", "abreast"), [(1, 5), (2, 2), (3, 1)])
 def test_blocks_of_some_layers_lie_abreast_and_leave_from_the_end(away: int, abreast: int) -> None:
     whole = Geometry(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import mmap
+import random
 
 import psutil
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from loomserve.platform.lending.engine.memory.mapped import MappedMemory
+from loomserve.platform.lending.engine.memory.mapped import MappedMemory, runs
 
 PAGES = 4096
 CPU = torch.device("cpu")
@@ -56,3 +59,33 @@ def test_a_tensor_lies_where_the_one_that_it_is_like_would_lie() -> None:
 def test_an_engine_on_a_gpu_gets_no_memory_of_the_host_in_its_place() -> None:
     with pytest.raises(ValueError, match="of the host, and this engine on cuda:0"):
         MappedMemory(mmap.PAGESIZE, torch.device("cuda", 0))
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.randoms(use_true_random=False),
+    st.data(),
+)
+def test_the_runs_of_a_view_are_its_bytes_and_no_others(
+    shape: list[int], order: random.Random, data: st.DataObject
+) -> None:
+    dimensions = list(range(len(shape)))
+    order.shuffle(dimensions)
+    whole = torch.zeros(shape, dtype=torch.int16)
+    view = whole.permute(dimensions)
+    for dimension, size in enumerate(view.shape):
+        first = data.draw(st.integers(0, size))
+        view = view.narrow(dimension, first, data.draw(st.integers(0, size - first)))
+    view.fill_(-1)
+    found = torch.zeros(2 * whole.numel(), dtype=torch.bool)
+    for begin, end in runs(view):
+        assert not found[begin:end].any()
+        found[begin:end] = True
+    assert torch.equal(found, whole.view(-1).view(torch.uint8) == 255)
+
+
+def test_blocks_that_lie_together_are_one_run() -> None:
+    by_head = torch.zeros(3, 5, 4, 2).transpose(0, 1)
+    assert list(runs(by_head)) == [(0, by_head.nbytes)]
+    assert len(list(runs(by_head[:, 1:]))) == 1
+    assert len(list(runs(by_head[:2]))) == 3

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from loomserve.platform.lending.engine.memory.mapped import page_bytes
-from loomserve.platform.lending.engine.shards import heads as remote_heads
+from loomserve.platform.lending.engine.memory.paged import PagedMemory
 from loomserve.platform.lending.engine.shards.heads import (
     RemoteHeads,
     geometry_of_heads,
@@ -31,7 +28,7 @@ from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.ring import RingTask
 
 LAYERS, SIZE, HEAD, GROUP = 3, 4, 2, 2
-CPU = torch.device("cpu")
+HEAD_BYTES = 2 * SIZE * HEAD * 4
 Rows = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -73,22 +70,66 @@ def geometry(kv_heads: int, layers: int = LAYERS) -> Geometry:
     return Geometry(layers, GROUP * kv_heads, kv_heads, HEAD, SIZE, "float32", 1.0, "vec")
 
 
-def caches(blocks: int, kv_heads: int, numbers: int) -> list[torch.Tensor]:
-    """Of each layer so many blocks, with room for all numbers behind the first."""
-    shape = (numbers, kv_heads, SIZE, 2 * HEAD)
-    return [torch.randn(shape)[:blocks] for _ in range(LAYERS)]
+class FakePages:
+    """Pages that are poisoned where they are not mapped, and counted; kept ones come back as they
+    were, at other places."""
+
+    def __init__(self, page: int = HEAD_BYTES) -> None:
+        self.page = page
+        self.kept: list[torch.Tensor] = []
+        self.made = 0
+        self.mapped: set[int] = set()
+
+    def reserve(self, pages: int) -> torch.Tensor:
+        self.memory = torch.full((pages, self.page), 255, dtype=torch.uint8)
+        return self.memory.view(-1)
+
+    def map(self, pages: range) -> None:
+        for page in pages:
+            assert page not in self.mapped
+            if not self.kept:
+                self.made += 1
+            self.memory[page] = self.kept.pop() if self.kept else torch.zeros_like(self.memory[0])
+            self.mapped.add(page)
+
+    def unmap(self, pages: range) -> None:
+        for page in pages:
+            self.mapped.remove(page)
+            self.kept.append(self.memory[page].clone())
+            self.memory[page] = 255
 
 
-def zero(rows: torch.Tensor) -> None:
-    rows.zero_()
+def local_kv(
+    blocks: int,
+    of: Geometry,
+    numbers: int,
+    layers: list[Any] | None = None,
+    *,
+    heads_apart: bool = False,
+    page: int = HEAD_BYTES,
+) -> LocalKv:
+    """Of each layer so many blocks, with addresses for all numbers behind the first."""
+    pages = FakePages(page)
+    shape, inner = (of.layers, numbers, of.kv_heads), (SIZE, 2 * HEAD)
+    if heads_apart:
+        # Each head begins with a page.
+        spaced = -(-numbers * HEAD_BYTES // page) * page // HEAD_BYTES
+        shape = (of.layers, of.kv_heads, spaced)
+    like = torch.empty(*shape, *inner, device="meta")
+    memory = PagedMemory(like.nbytes, pages)
+    whole = memory.tensor(like)
+    own = [each[:blocks] for each in (whole.transpose(1, 2) if heads_apart else whole)]
+    for cache in own:
+        memory.back(cache)
+        cache.normal_()
+    return LocalKv(attention() if layers is None else layers, own, memory, numbers, of)
 
 
-def heads_of(
-    layers: list[Any], own: list[torch.Tensor], of: Geometry, lender: LenderMemory
-) -> RemoteHeads:
-    numbers = own[0].untyped_storage().nbytes() // own[0][0].nbytes
-    kv = LocalKv(layers, own, zero, numbers, of)
-    return RemoteHeads(kv, lender, 1.0)  # type: ignore[arg-type]
+def pages_of(kv: LocalKv) -> FakePages:
+    assert isinstance(kv.memory, PagedMemory)
+    pages = kv.memory._pages
+    assert isinstance(pages, FakePages)
+    return pages
 
 
 def attention() -> list[Any]:
@@ -109,53 +150,63 @@ def cases(draw: st.DrawFn) -> tuple[int, int, int, list[int]]:
     return heads, draw(st.integers(1, heads - 1)), blocks, sorted(used)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_pages() -> Iterator[None]:
-    """Only whole ones are given back."""
-    with patch.object(remote_heads, "page_bytes", lambda _: 2 * SIZE * HEAD * 4):
-        yield
+def test_heads_make_room_by_whole_pages_alone() -> None:
+    def room(blocks: int, heads: int, **memory: Any) -> int:
+        return room_without_heads(local_kv(blocks, geometry(heads), 99, **memory), 2)
+
+    # 64 bytes a head.
+    assert room(10, 3) == 30
+    assert room(10, 4) == 20
+    assert room(10, 3, page=2 * HEAD_BYTES) == 10
+    # Each head has its own pages, of as many blocks.
+    assert room(10, 3, heads_apart=True) == 30
+    assert room(10, 3, heads_apart=True, page=5 * HEAD_BYTES) == 30
+    # Three each, and the two whole ones of both heads that leave.
+    assert room(10, 3, heads_apart=True, page=4 * HEAD_BYTES) == 4 * (3 + 2 * 2)
+    # Two whole ones are too few for another of each head that stays.
+    assert room(3, 5, heads_apart=True, page=2 * HEAD_BYTES) == 2 * 2
+    assert room(3, 4, heads_apart=True, page=50 * HEAD_BYTES) == 50
 
 
-def test_heads_that_share_pages_with_others_make_no_room() -> None:
-    with patch.object(remote_heads, "page_bytes", lambda _: 4 * SIZE * HEAD * 4):
-        assert room_without_heads(10, geometry(3), 2, CPU) == 10
-    assert room_without_heads(10, geometry(3), 2, CPU) == 30
-
-
-def test_heads_make_no_room_on_a_gpu_whose_pages_hold_many_of_them() -> None:
-    # 32 tokens of 128 numbers, keys and values, in float32: 32 KiB a head.
-    of = Geometry(4, 8, 4, 128, 32, "float32", 1.0, "vec")
-    with patch.object(remote_heads, "page_bytes", page_bytes):
-        assert room_without_heads(12, of, 2, CPU) == 24
-        assert room_without_heads(12, of, 2, torch.device("cuda")) == 12
-
-
-@given(cases())
+@given(cases(), st.booleans(), st.integers(1, 4), st.booleans())
 def test_heads_that_leave_and_come_home_are_as_they_were(
-    case: tuple[int, int, int, list[int]],
+    case: tuple[int, int, int, list[int]], heads_apart: bool, of_page: int, lost: bool
 ) -> None:
     heads, moved, blocks, used = case
-    own, layers = caches(blocks, heads, heads * blocks), attention()
-    before = [each.clone() for each in own]
+    layers = attention()
+    page = of_page * HEAD_BYTES if heads_apart else HEAD_BYTES
+    numbers = heads * (blocks + of_page)
+    kv = local_kv(blocks, geometry(heads), numbers, layers, heads_apart=heads_apart, page=page)
+    own, pages = kv.caches, pages_of(kv)
+    before, made = [each.clone() for each in own], pages.made
+    mapped = set(pages.mapped)
     lender = LenderMemory(geometry_of_heads(geometry(heads), moved))
-    shard = heads_of(layers, own, geometry(heads), lender)
+    shard = RemoteHeads(kv, lender, 1.0)  # type: ignore[arg-type]
 
     assert shard.send(used)
     shard.hand_over()
-    assert all(len(each) == shard.blocks == blocks * heads // (heads - moved) for each in own)
+    assert all(len(each) == shard.blocks for each in own)
+    if page == HEAD_BYTES:
+        assert shard.blocks == blocks * heads // (heads - moved)
     assert [shard.free_memory() for _ in range(LAYERS)] == [False] * (LAYERS - 1) + [True]
     for cache in own:
         cache[blocks:] = 5
+        assert not cache.isnan().any()
     for layer, block in ((layer, block) for layer in range(LAYERS) for block in used):
         whole = halves(before[layer], block)
         assert torch.equal(halves(own[layer], block), whole[:-moved])
         assert torch.equal(torch.cat(lender.kept[layer, block], dim=1), whole[-moved:])
         assert layers[layer].kv_cache is own[layer]
 
-    assert shard.fetch(used)
+    if not lost:
+        assert [shard.prepare_return() for _ in range(LAYERS)] == [False] * (LAYERS - 1) + [True]
+        assert shard.fetch(used)
     shard.take_back()
+    # No more memory was taken at any time.
+    assert (pages.made, pages.mapped) == (made, mapped)
     for now, then in zip(own, before, strict=True):
-        assert torch.equal(now[used], then[used])
+        assert len(now) == blocks
+        assert lost or torch.equal(now[used], then[used])
 
 
 class Weights:
@@ -182,7 +233,9 @@ def test_layers_that_leave_and_come_home_are_as_they_were(
 ) -> None:
     heads, _, blocks, used = case
     numbers = blocks + freed
-    own, layers = caches(blocks, heads, numbers), attention()
+    layers = attention()
+    kv = local_kv(blocks, geometry(heads), numbers, layers)
+    own = kv.caches
     before = [each.clone() for each in own]
     modules = nn.ModuleList(nn.Identity() for _ in range(LAYERS))
     at_first = list(modules)
@@ -190,7 +243,7 @@ def test_layers_that_leave_and_come_home_are_as_they_were(
     away = range(1, 1 + count)
     weights = Weights(freed, heads)
     shard = RemoteLayers(
-        LocalKv(layers, own, zero, numbers, geometry(heads)),
+        kv,
         lender,  # type: ignore[arg-type]
         1.0,
         layers=away,
@@ -230,10 +283,11 @@ def test_blocks_are_copied_here_and_there_while_heads_are_away(
     case: tuple[int, int, int, list[int]], data: st.DataObject
 ) -> None:
     heads, moved, blocks, used = case
-    own = caches(blocks, heads, heads * blocks)
+    kv = local_kv(blocks, geometry(heads), heads * blocks)
+    own = kv.caches
     before = [each.clone() for each in own]
     lender = LenderMemory(geometry_of_heads(geometry(heads), moved))
-    shard = heads_of(attention(), own, geometry(heads), lender)
+    shard = RemoteHeads(kv, lender, 1.0)  # type: ignore[arg-type]
     assert shard.send(used)
     shard.hand_over()
     free = sorted(set(range(shard.blocks)) - set(used))
@@ -247,10 +301,11 @@ def test_blocks_are_copied_here_and_there_while_heads_are_away(
 
 
 def test_a_lender_that_is_lost_while_it_is_sent_to_leaves_all_as_it_is() -> None:
-    own = caches(4, 3, 4)
+    kv = local_kv(4, geometry(3), 4)
+    own = kv.caches
     before = [each.clone() for each in own]
     lender = LenderMemory(geometry_of_heads(geometry(3), 1), closed_after=2)
-    shard = heads_of(attention(), own, geometry(3), lender)
+    shard = RemoteHeads(kv, lender, 1.0)  # type: ignore[arg-type]
     assert not shard.send([0, 1, 2])
     assert all(torch.equal(now, then) for now, then in zip(own, before, strict=True))
 

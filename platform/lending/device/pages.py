@@ -1,0 +1,145 @@
+"""Pages of a device's memory, mapped into addresses that are reserved for them."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import mmap
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from loomserve.platform.lending.device.memory import cuda_tensor
+
+
+class Pages(Protocol):
+    """Pages of one device for one reservation of addresses.
+
+    Attributes:
+        page: Bytes of each.
+    """
+
+    page: int
+
+    def reserve(self, pages: int) -> torch.Tensor:
+        """Return uint8 ``[pages * page]``, of which nothing may be read or written yet."""
+
+    def map(self, pages: range) -> None:
+        """Put memory, of any content, behind these pages, which have none."""
+
+    def unmap(self, pages: range) -> None:
+        """Take the memory from behind these pages, and keep it for others."""
+
+
+class HostPages:
+    """Of the host, for kernels that are interpreted.
+
+    Whatever uses one that is not mapped ends the process.
+
+    Raises:
+        ValueError: a page is not a number of the host's pages.
+    """
+
+    def __init__(self, page: int = mmap.PAGESIZE) -> None:
+        if page % mmap.PAGESIZE:
+            raise ValueError(f"a page of {page} bytes is not a number of {mmap.PAGESIZE}")
+        self.page = page
+        self._protect = ctypes.CDLL(None, use_errno=True).mprotect
+        self._protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        self._address = 0
+
+    def reserve(self, pages: int) -> torch.Tensor:
+        memory = torch.frombuffer(mmap.mmap(-1, pages * self.page), dtype=torch.uint8)
+        self._address = memory.data_ptr()
+        self._allow(range(pages), 0)
+        return memory
+
+    def map(self, pages: range) -> None:
+        self._allow(pages, mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def unmap(self, pages: range) -> None:
+        self._allow(pages, 0)
+
+    def _allow(self, pages: range, access: int) -> None:
+        begin = self._address + pages.start * self.page
+        if self._protect(begin, len(pages) * self.page, access):
+            raise OSError(ctypes.get_errno(), "mprotect")
+
+
+class CudaPages:
+    """Of this process's current GPU, each an allocation of its own: CUDA unmaps no part of one."""
+
+    def __init__(self) -> None:
+        self._driver = driver = importlib.import_module("cuda.bindings.driver")
+        self._device = torch.cuda.current_device()
+        self._kind = kind = driver.CUmemAllocationProp()
+        kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        kind.location.id = self._device
+        self._access = access = driver.CUmemAccessDesc()
+        access.location = kind.location
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.page = int(self._call("cuMemGetAllocationGranularity", kind, least))
+        self._address = 0
+        self._mapped: dict[int, Any] = {}
+        self._kept: list[Any] = []
+
+    def reserve(self, pages: int) -> torch.Tensor:
+        self._address = int(self._call("cuMemAddressReserve", pages * self.page, 0, 0, 0))
+        # Of an address without memory torch does not know the device.
+        self.map(range(1))
+        memory = cuda_tensor(self._address, pages * self.page, self._free(pages))
+        self.unmap(range(1))
+        return memory
+
+    def map(self, pages: range) -> None:
+        for page in pages:
+            handle = (
+                self._kept.pop()
+                if self._kept
+                else self._call("cuMemCreate", self.page, self._kind, 0)
+            )
+            self._mapped[page] = handle
+            self._call("cuMemMap", self._at(page), self.page, 0, handle, 0)
+        size = len(pages) * self.page
+        self._call("cuMemSetAccess", self._at(pages.start), size, [self._access], 1)
+
+    def unmap(self, pages: range) -> None:
+        # CUDA itself does not wait for kernels that use them.
+        torch.cuda.synchronize(self._device)
+        for page in pages:
+            self._call("cuMemUnmap", self._at(page), self.page)
+            self._kept.append(self._mapped.pop(page))
+
+    def _free(self, pages: int) -> Callable[[int], None]:
+        """Return what gives all back; it is called with the address, at the memory's end."""
+
+        def free(address: int) -> None:
+            for page in list(self._mapped):
+                self.unmap(range(page, page + 1))
+            while self._kept:
+                self._call("cuMemRelease", self._kept.pop())
+            self._call("cuMemAddressFree", address, pages * self.page)
+
+        return free
+
+    def _at(self, page: int) -> int:
+        return self._address + page * self.page
+
+    def _call(self, name: str, *given: Any) -> Any:
+        """Call the driver.
+
+        Raises:
+            MemoryError: the GPU has no more memory.
+            RuntimeError: any other error.
+        """
+        error, *values = getattr(self._driver, name)(*given)
+        if error == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise MemoryError(
+                f"the GPU has no page of {self.page} bytes left: lower kv_cache_memory"
+            )
+        if int(error):
+            raise RuntimeError(f"CUDA: {name}: {error}")
+        return values[0] if values else None
