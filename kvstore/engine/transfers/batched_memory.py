@@ -40,10 +40,17 @@ class BatchedMemory(KvMemory):
         self._copy = copy
 
     def beside(self, blocks: int) -> BatchedMemory:
-        """Memory for so many more blocks, on the same device."""
+        """Memory for so many more blocks, on the same device; of each all runs lie together."""
         shape = (self.layers, blocks, self.layer_bytes)
         rows = torch.empty(shape, dtype=torch.uint8, device=self.device)
-        return BatchedMemory({str(layer): row for layer, row in enumerate(rows)}, self._copy)
+        made = BatchedMemory({str(layer): row for layer, row in enumerate(rows)}, self._copy)
+        made._divide(self.runs)
+        return made
+
+    def _divide(self, runs: int) -> None:
+        """Copy a block's layer, which lies in one run, as so many."""
+        self.runs, self.run_bytes = runs, self.layer_bytes // runs
+        self._rows = [rows.view(len(rows), runs, self.run_bytes) for rows in self._rows]
 
     def take(self, other: BatchedMemory, blocks: Sequence[int], first: int) -> None:
         """Copy another memory's ``blocks`` to those from ``first`` on, on the current stream."""
@@ -62,7 +69,7 @@ class BatchedMemory(KvMemory):
 
     @cached_property
     def _whole(self) -> torch.Tensor | None:
-        """All layers as one tensor, ``[layers, blocks, layer_bytes]``, for one call that copies.
+        """All layers as one tensor, ``[layers, blocks, runs, run_bytes]``, to copy by one call.
 
         None: they are not equally far apart in one allocation.
         """
@@ -81,10 +88,10 @@ class BatchedMemory(KvMemory):
 
     def layers_to_host(self, layers: Sequence[LayerPieces]) -> None:
         blocks = np.concatenate([self.blocks_at(*each) for each in layers])
-        self._issue(blocks, np.concatenate([pieces_at(runs) for _, runs in layers]))
+        self._issue(blocks, np.concatenate([self.pieces_at(runs) for _, runs in layers]))
 
     def from_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
-        self._issue(pieces_at(runs), self.blocks_at(layer, runs))
+        self._issue(self.pieces_at(runs), self.blocks_at(layer, runs))
 
     def on_host(self, layer: int, first: int, blocks: int) -> None:
         """The CPU reads none of it."""
@@ -101,33 +108,36 @@ class BatchedMemory(KvMemory):
             ]
         )
         there = torch.empty_like(own)
-        at = there.data_ptr() + self.layer_bytes * np.arange(len(there), dtype=np.int64)
-        self._issue(np.concatenate([pieces_at(runs) for _, runs in layers]), at)
+        count = len(there) * self.runs
+        at = there.data_ptr() + self.run_bytes * np.arange(count, dtype=np.int64)
+        self._issue(np.concatenate([self.pieces_at(runs) for _, runs in layers]), at)
         return bool(torch.equal(own, there))
 
     def blocks_at(self, layer: int, runs: Sequence[BlockPieces]) -> Addresses:
-        """Addresses of the layer of these blocks, ``[blocks]``."""
+        """Addresses of the layer of these blocks, ``[blocks * runs]``."""
         rows = self._rows[layer]
         numbers = np.concatenate(
             [np.arange(first, first + len(pieces), dtype=np.int64) for first, pieces in runs]
         )
-        numbers *= rows.stride(0)
-        numbers += rows.data_ptr()
-        return numbers
+        return self._each_run(numbers * rows.stride(0) + rows.data_ptr(), rows.stride(1))
 
-    def _issue(self, sources: Addresses, targets: Addresses) -> None:
-        sizes = np.full(len(sources), self.layer_bytes, np.int64)
-        self._copy(*(torch.from_numpy(each) for each in (sources, targets, sizes)))
-
-
-def pieces_at(runs: Sequence[BlockPieces]) -> Addresses:
-    """Addresses of these blocks' pieces, ``[blocks]``."""
-    return np.concatenate(
-        [
+    def pieces_at(self, runs: Sequence[BlockPieces]) -> Addresses:
+        """Addresses of these blocks' pieces, ``[blocks * runs]``."""
+        pieces = [
             pieces.ctypes.data + pieces.strides[0] * np.arange(len(pieces), dtype=np.int64)
             for _, pieces in runs
         ]
-    )
+        return self._each_run(np.concatenate(pieces), self.run_bytes)
+
+    def _each_run(self, first: Addresses, apart: int) -> Addresses:
+        """Return the addresses of all runs of each block, from that of its first one."""
+        if self.runs == 1:
+            return first
+        return (first[:, None] + apart * np.arange(self.runs, dtype=np.int64)).reshape(-1)
+
+    def _issue(self, sources: Addresses, targets: Addresses) -> None:
+        sizes = np.full(len(sources), self.run_bytes, np.int64)
+        self._copy(*(torch.from_numpy(each) for each in (sources, targets, sizes)))
 
 
 def _widest(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -78,10 +78,11 @@ class KvMemory(BlockMemory):
 
     ``kv_caches`` maps layer names, in the order of computation, to vLLM's views
     ``[blocks, kv_heads, block_size, 2 * head_size]``. The layout within a block depends on the
-    device and its instruction set, so a block's bytes of a layer are always copied as a whole.
+    device and its instruction set, so a block's bytes of a layer are always copied as a whole: in
+    one run, or one a head where each head's blocks lie together.
 
     Raises:
-        ValueError: a block's bytes of a layer are not contiguous, or layers differ in size.
+        ValueError: a block's bytes of a layer are in other runs, or layers differ in size.
     """
 
     beside_steps = True
@@ -96,12 +97,14 @@ class KvMemory(BlockMemory):
                 seen[cache.data_ptr()] = len(self._rows)
                 self._rows.append(_rows(name, cache))
             layer_of[name] = seen[cache.data_ptr()]
-        sizes = {rows.shape[1] for rows in self._rows}
+        sizes = {tuple(rows.shape[1:]) for rows in self._rows}
         if len(sizes) != 1:
-            raise ValueError(f"layers have KV blocks of different sizes ({sorted(sizes)} bytes)")
+            named = sorted(runs * of_run for runs, of_run in sizes)
+            raise ValueError(f"layers have KV blocks of different sizes ({named} bytes)")
         self.layers = len(self._rows)
         self.layers_here = frozenset(range(self.layers))
-        self.layer_bytes = sizes.pop()
+        self.runs, self.run_bytes = sizes.pop()
+        self.layer_bytes = self.runs * self.run_bytes
         self.device = self._rows[0].device
 
     @cached_property
@@ -112,20 +115,23 @@ class KvMemory(BlockMemory):
 
     def to_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
         for first, pieces in runs:
-            np.copyto(pieces, self._host_rows[layer][first : first + len(pieces)])
+            rows = self._host_rows[layer][first : first + len(pieces)]
+            np.copyto(pieces.reshape(rows.shape), rows)
 
     def from_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
         for first, pieces in runs:
-            np.copyto(self._host_rows[layer][first : first + len(pieces)], pieces)
+            rows = self._host_rows[layer][first : first + len(pieces)]
+            np.copyto(rows, pieces.reshape(rows.shape))
 
     def on_host(self, layer: int, first: int, blocks: int) -> Bytes | None:
-        return self._host_rows[layer][first : first + blocks]
+        return self._host_rows[layer][first : first + blocks, 0] if self.runs == 1 else None
 
     def equals_host(self, layer: int, runs: Sequence[BlockPieces]) -> bool:
-        rows = self._host_rows[layer]
-        return all(
-            np.array_equal(rows[first : first + len(pieces)], pieces) for first, pieces in runs
-        )
+        for first, pieces in runs:
+            rows = self._host_rows[layer][first : first + len(pieces)]
+            if not np.array_equal(rows, pieces.reshape(rows.shape)):
+                return False
+        return True
 
 
 class HostStream:
@@ -211,12 +217,17 @@ def stream_for(device: torch.device) -> HostStream:
 
 
 def _rows(name: str, cache: torch.Tensor) -> torch.Tensor:
-    block = cache[0]
-    # Its dimensions may be permuted, but must span no more than their elements.
-    span = 1 + sum(
-        (size - 1) * step for size, step in zip(block.shape, block.stride(), strict=True)
-    )
-    elements = block.numel()
-    if span != elements:
-        raise ValueError(f"layer {name!r}: a block's KV does not lie together in memory")
-    return cache.as_strided((cache.shape[0], elements), (cache.stride(0), 1)).view(torch.uint8)
+    """Return the cache's bytes, ``[blocks, runs, run_bytes]``."""
+    runs, apart, run = 1, 1, 1
+    # Dimensions within a block may be permuted. Behind those that lie together, one may lie apart.
+    for step, size in sorted(zip(cache[0].stride(), cache.shape[1:], strict=True)):
+        if size == 1:
+            continue
+        if step == run and runs == 1:
+            run *= size
+        elif runs == 1:
+            runs, apart = size, step
+        else:
+            raise ValueError(f"layer {name!r}: a block's KV lies in too many pieces in memory")
+    shape, steps = (len(cache), runs, run), (cache.stride(0), apart, 1)
+    return cache.as_strided(shape, steps).view(torch.uint8)

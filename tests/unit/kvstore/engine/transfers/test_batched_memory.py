@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from loomserve.kvstore.engine.transfers import memory as engine_memory
-from loomserve.kvstore.engine.transfers.batched_memory import BatchedMemory, memory_of, pieces_at
+from loomserve.kvstore.engine.transfers.batched_memory import BatchedMemory, memory_of
 from loomserve.kvstore.engine.transfers.memory import BlockPieces, CudaStream, KvMemory, pinned
 from loomserve.kvstore.storage.checksum import BlockLayout
 from tests.unit.kvstore.engine.transfers.test_transfer import (
@@ -33,7 +33,9 @@ from tests.unit.kvstore.engine.transfers.test_transfer import (
 
 HEADS, TOKENS, HEAD = 2, 4, 16
 # Orders of layers, blocks, heads, tokens and a head's numbers in memory, by vLLM's names.
-LAYOUTS = ("LBNHC", "LBHNC", "BLHNC", "BLNHC")
+LAYOUTS = ("LBNHC", "LBHNC", "BLHNC", "BLNHC", "LHBNC")
+RUNS = {"LHBNC": HEADS}
+"""In which a block's bytes of a layer lie, where it is not one."""
 
 
 @dataclass
@@ -72,10 +74,13 @@ def test_a_batch_names_each_block_and_its_piece_of_the_layer(layout: str) -> Non
     pieces = slots(BlockLayout(LAYERS, memory.layer_bytes), 5)
     runs = [BlockPieces(7, pieces[:3, 1]), BlockPieces(0, pieces[3:, 1])]
     blocks = [7, 8, 9, 0, 1]
+    heads = range(RUNS.get(layout, 1))
     assert memory.blocks_at(1, runs).tolist() == [
-        views["layer 1"][block].data_ptr() for block in blocks
+        views["layer 1"][block, head].data_ptr() for block in blocks for head in heads
     ]
-    assert pieces_at(runs).tolist() == [pieces[slot, 1].ctypes.data for slot in range(5)]
+    assert memory.pieces_at(runs).tolist() == [
+        piece.ctypes.data for slot in range(5) for piece in np.split(pieces[slot, 1], len(heads))
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -96,7 +101,8 @@ def test_what_batches_copy_is_what_copies_one_by_one_do(layout: str) -> None:
     for own, other in zip(batched._rows, plain._rows, strict=True):
         assert torch.equal(own, other)
     # Out, compared, in: one call each.
-    of = [batched.layer_bytes]
+    runs_of = RUNS.get(layout, 1)
+    of = [batched.layer_bytes // runs_of] * runs_of
     assert copy.calls == [6 * of, 6 * of, 3 * of] * LAYERS
     mine[5, 0, -1] ^= 1
     runs = [BlockPieces(12, mine[4:, 0])]

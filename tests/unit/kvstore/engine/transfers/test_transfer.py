@@ -608,8 +608,8 @@ def test_layers_that_share_their_kv_are_one() -> None:
 
 
 def test_memory_that_cannot_be_moved_by_blocks_is_refused() -> None:
-    apart = torch.zeros(8, 4, 6)[:, :, :3]
-    with pytest.raises(ValueError, match="does not lie together"):
+    apart = torch.zeros(8, 4, 6, 5)[:, :, :3, :2]
+    with pytest.raises(ValueError, match="lies in too many pieces"):
         KvMemory({"layer": apart})
     with pytest.raises(ValueError, match="different sizes"):
         KvMemory({"a": torch.zeros(4, 8), "b": torch.zeros(4, 16)})
