@@ -19,6 +19,7 @@ STEPS = (
     Step("flags", 90),
     Step("kernels", 120),
     Step("store", 120),
+    Step("pages", 60),
     Step("lend", 180),
     Step("processes", 120, ("torch", "triton", "msgspec")),
     Step("engines", 240, ("torch", "triton", "vllm")),

@@ -33,7 +33,7 @@ BLOCK_BYTES = 2 * 2 * 2 * HEAD_SIZE * BLOCK_TOKENS * 4
 VOCABULARY = 512
 
 
-@pytest.fixture(scope="module", params=["LHBNC"])
+@pytest.fixture(scope="module", params=["LHBNC", pytest.param("LBHNC", marks=pytest.mark.slow)])
 def interpreted(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
@@ -170,13 +170,17 @@ def test_a_head_leaves_within_a_stream_and_comes_home(interpreted: Pair) -> None
     assert not beside_rings()
 
 
-def test_a_prefix_whose_head_has_left_is_found_and_leaves_room_for_more(interpreted: Pair) -> None:
+def test_a_prefix_whose_head_has_left_is_found_and_leaves_room_for_more(
+    interpreted: Pair, request: pytest.FixtureRequest
+) -> None:
     (prompt,) = prompts(6, 40)
     (alone,) = answers(interpreted.hot, [prompt], 4)
     with shard_loan(interpreted, heads=1) as loan:
         loan.begin()
         assert loan.phase == "away"
-        assert interpreted.call(interpreted.hot, "loan_state")["own_blocks"] == 2 * BLOCKS
+        # Where heads lie together in a block, a page has more than one.
+        room = 2 if request.node.callspec.params["interpreted"] == "LHBNC" else 1
+        assert interpreted.call(interpreted.hot, "loan_state")["own_blocks"] == room * BLOCKS
         (again,) = outputs(interpreted.hot, [prompt], 4)
         assert again.num_cached_tokens == BLOCK_TOKENS
         assert list(again.outputs[0].token_ids) == alone
