@@ -31,8 +31,11 @@ KERNELS = (
 )
 
 
-def compiled(shape: TaskShape, capability: int) -> dict[str, Any]:
+def compiled(shape: TaskShape, capability: int, abreast: int = 1) -> dict[str, Any]:
     """Compile all kernels for a shape and a GPU, such as 90 for sm_90.
+
+    Args:
+        abreast: blocks of the borrower's that lie beside one another.
 
     Returns:
         Triton's compiled kernels by name; ``asm["ptx"]`` and ``asm["cubin"]`` of each.
@@ -42,10 +45,10 @@ def compiled(shape: TaskShape, capability: int) -> dict[str, Any]:
     """
     if INTERPRETED:
         raise RuntimeError("interpreted kernels cannot be compiled: unset TRITON_INTERPRET")
-    return {one.fn.__name__: _compiled(one, shape, capability) for one in KERNELS}
+    return {one.fn.__name__: _compiled(one, shape, capability, abreast) for one in KERNELS}
 
 
-def _compiled(kernel: Any, shape: TaskShape, capability: int) -> Any:
+def _compiled(kernel: Any, shape: TaskShape, capability: int, abreast: int) -> Any:
     types = dict.fromkeys(_WORDS, "*i64") | dict.fromkeys(_INDICES, "*i32")
     types |= dict.fromkeys(_ROWS, _NUMBERS[shape.dtype]) | dict.fromkeys(_SUMS, "*fp32")
     group = shape.query_heads // shape.kv_heads
@@ -57,7 +60,7 @@ def _compiled(kernel: Any, shape: TaskShape, capability: int) -> Any:
         "width": width,
         "query_heads": shape.query_heads,
         "kv_heads": shape.kv_heads,
-        "abreast": 1,
+        "abreast": abreast,
         "head_size": shape.head_size,
         "padded": attention.padded_head(shape),
         "padded_head": attention.padded_head(shape),

@@ -87,3 +87,13 @@ def test_another_type_and_heads_that_are_no_power_of_two_compile() -> None:
     change = {"dtype": torch.float16, "head_size": 80, "query_heads": 24}
     small = TaskShape(**{**vars(LLAMA_3_8B), **change})
     assert len(compiled(small, 90)) == len(KERNELS)
+
+
+def test_blocks_that_lie_abreast_are_loaded_as_wide_as_others() -> None:
+    def loads(abreast: int) -> list[str]:
+        text = str(compiled(LLAMA_3_8B, 90, abreast)["attend_rows"].asm["ptx"])
+        return re.findall(r"(?:ld\.global|cp\.async)\S*", text)
+
+    plain, abreast = loads(1), loads(2)
+    assert any("v4" in each or "cp.async.cg" in each for each in plain)
+    assert sorted(plain) == sorted(abreast)
