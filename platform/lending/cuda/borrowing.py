@@ -19,7 +19,14 @@ from loomserve.platform.lending.cuda.buffer import (
     TaskBuffer,
     TaskShape,
 )
-from loomserve.platform.lending.cuda.kernel import LOOKS, kernel, now_ns, rest
+from loomserve.platform.lending.cuda.kernel import (
+    LOOKS,
+    compile_for,
+    kernel,
+    launch,
+    now_ns,
+    rest,
+)
 
 TILE = 1024
 """Numbers that a program copies at once."""
@@ -210,11 +217,24 @@ class DeviceBorrower:
         self._shape = shape
         self._buffer = buffer
         self._rows = 0
+        self._launch = launch
         device = buffer.output.device
         self._places = torch.arange(shape.max_rows, dtype=torch.int32, device=device)
         self.state = torch.zeros(LINE_WORDS, dtype=torch.int64, device=device)
         """On the device: ``ANSWERED`` tells whether the last wait had an answer."""
         self.state[PATIENCE_NS.value] = int(patience_s * 1e9)
+
+    def compile(self) -> None:
+        """Compile what :meth:`post` and :meth:`wait` queue, which takes seconds at the first."""
+        shape, device = self._shape, self._buffer.output.device
+        query, key = (
+            torch.empty((1, heads, shape.head_size), dtype=shape.dtype, device=device)
+            for heads in (shape.query_heads, shape.kv_heads)
+        )
+        self._rows, self._launch = 1, compile_for
+        self.post(0, query, key, key)
+        self.wait(query)
+        self._rows, self._launch = 0, launch
 
     def begin_step(
         self,
@@ -273,7 +293,9 @@ class DeviceBorrower:
         self._check(query, shape.query_heads)
         self._check(key, shape.kv_heads)
         self._check(value, shape.kv_heads)
-        post_rows[(self._rows,)](
+        self._launch(
+            post_rows,
+            (self._rows,),
             query,
             key,
             value,
@@ -300,7 +322,9 @@ class DeviceBorrower:
         """
         self._check(output, self._shape.query_heads)
         self._await()
-        fetch_rows[(self._rows,)](
+        self._launch(
+            fetch_rows,
+            (self._rows,),
             output,
             self._buffer.output,
             self.state,
@@ -319,7 +343,9 @@ class DeviceBorrower:
         shape = self._shape
         self._check(output, shape.query_heads)
         self._await()
-        merge_rows[(self._rows, shape.query_heads)](
+        self._launch(
+            merge_rows,
+            (self._rows, shape.query_heads),
             output,
             lse,
             self._buffer.output,
@@ -334,7 +360,8 @@ class DeviceBorrower:
         )
 
     def _await(self) -> None:
-        wait_for_answer[(1,)](self._buffer.done, self._buffer.closed, self.state, num_warps=1)
+        buffer = self._buffer
+        self._launch(wait_for_answer, (1,), buffer.done, buffer.closed, self.state, num_warps=1)
 
     def _check(self, tensor: torch.Tensor, heads: int) -> None:
         shape = (self._rows, heads, self._shape.head_size)

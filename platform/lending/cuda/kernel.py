@@ -33,6 +33,16 @@ def kernel(*fixed: str) -> Callable[[Callable[..., Any]], Any]:
     return compiled
 
 
+def launch(compiled: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> None:
+    """Queue a kernel on the current stream."""
+    compiled[grid](*given, **named)
+
+
+def compile_for(compiled: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> None:
+    """Compile a kernel for such arguments, so that :func:`launch` with their like does not."""
+    compiled.warmup(*given, grid=grid, **named)
+
+
 if INTERPRETED:
 
     def now_ns() -> Any:

@@ -8,7 +8,8 @@ third is in :mod:`~loomserve.platform.lending.cuda.attention`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from loomserve.platform.lending.cuda.buffer import (
     TaskBuffer,
     TaskShape,
 )
-from loomserve.platform.lending.cuda.kernel import kernel, now_ns
+from loomserve.platform.lending.cuda.kernel import compile_for, kernel, launch, now_ns
 
 PROGRAMS = 512
 """The most of a kernel; each has as many rows, or parts of contexts, as there are for it."""
@@ -247,6 +248,7 @@ class DeviceLender:
         addresses = [[one.data_ptr() for one in pair] for pair in caches]
         memory = LenderMemory.allocate(shape, key.device) if memory is None else memory
         self.state = memory.state
+        self._launch = launch
         self._parts = most_parts(shape, part_tiles)
         self._arguments: dict[str, Any] = {
             **buffer._asdict(),
@@ -273,7 +275,16 @@ class DeviceLender:
     def queue(self, kernel: Any, grid: tuple[int, ...], **more: Any) -> None:
         """Queue one of the lender's kernels, which takes what it needs of the loan by name."""
         named = {name: self._arguments[name] for name in kernel.arg_names if name not in more}
-        kernel[grid](**named, **more)
+        self._launch(kernel, grid, **named, **more)
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Within, kernels are compiled, which takes seconds at the first, and not queued."""
+        self._launch = compile_for
+        try:
+            yield
+        finally:
+            self._launch = launch
 
     def poll(self) -> None:
         """Queue a look for a task: one program of one warp."""

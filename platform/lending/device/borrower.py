@@ -46,6 +46,7 @@ class KernelBorrower(Borrower):
         answers = memory.make(answer_file(path), borrower_bytes(shape))
         buffer = TaskBuffer.over(shape, tasks, answers, closed)
         self._device = DeviceBorrower(shape, buffer, patience_s)
+        self._device.compile()
         self._layers = shape.layers
 
     def begin_step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cached_property
 
 import torch
 
@@ -51,6 +52,8 @@ class KernelLoan:
         self._caches = caches
         self._memory = memory
         self._tasks = memory.make(task_file(ring.path), lender_bytes(self._shape))
+        self._closed = memory.pin(ring.areas.control[ControlLine.CLOSED, :1])
+        self._granted = memory.pin(ring.own[GRANTED : GRANTED + 1])
         self._kernels: DeviceLender | None = None
         self._posted = self._tasks
         self._counted = 0
@@ -59,6 +62,17 @@ class KernelLoan:
     @property
     def borrower(self) -> RingPeer:
         return self.copies.borrower
+
+    def compile(self, stays_s: float | None = None) -> None:
+        """Compile the kernels before a task waits for them; of the one that stays, if given."""
+        device = self._tasks.device
+        answers = torch.empty(borrower_bytes(self._shape), dtype=torch.uint8, device=device)
+        kernels = self._kernels_for(answers)
+        with kernels.compiling():
+            if stays_s is None:
+                kernels.serve()
+            else:
+                serve_for(kernels, stays_s, self._programs)
 
     def serve(self) -> bool:
         """Look for a task, wait for the look, and serve what is there, if anything is."""
@@ -97,14 +111,13 @@ class KernelLoan:
             return False
         self.copies.wrote(self.ring.granted)
         if not kernels.state.is_cuda:
-            serve_for(kernels, seconds, programs=1)
+            serve_for(kernels, seconds, self._programs)
             return True
         if self._staying is None:
             self._staying = torch.cuda.Stream(priority=torch.cuda.current_stream().priority)
         self._staying.wait_stream(torch.cuda.current_stream())
-        of = torch.cuda.get_device_properties(self._staying.device).multi_processor_count
         with torch.cuda.stream(self._staying):
-            serve_for(kernels, seconds, max(1, of // _SHARE))
+            serve_for(kernels, seconds, self._programs)
         return True
 
     def clear(self) -> None:
@@ -131,6 +144,15 @@ class KernelLoan:
         for file in (task_file(self.ring.path), answer_file(self.ring.path)):
             file.unlink(missing_ok=True)
 
+    @cached_property
+    def _programs(self) -> int:
+        """How many the kernel that stays has."""
+        device = self._tasks.device
+        if device.type == "cpu":
+            return 1
+        of: int = torch.cuda.get_device_properties(device).multi_processor_count
+        return max(1, of // _SHARE)
+
     def _between_copies(self) -> DeviceLender | None:
         """Copy blocks if that is asked; return the kernels if tasks may be served."""
         if self.ring.closed is not Closed.OPEN or self.copies.serve(IDLED):
@@ -142,16 +164,17 @@ class KernelLoan:
         answers = self._memory.open(answer_file(self.ring.path), borrower_bytes(self._shape))
         if answers is None:
             return None
-        closed = self._memory.pin(self.ring.areas.control[ControlLine.CLOSED, :1])
-        granted = self._memory.pin(self.ring.own[GRANTED : GRANTED + 1])
-        buffer = TaskBuffer.over(self._shape, self._tasks, answers, closed)
+        self._kernels = self._kernels_for(answers)
+        return self._kernels
+
+    def _kernels_for(self, answers: torch.Tensor) -> DeviceLender:
+        buffer = TaskBuffer.over(self._shape, self._tasks, answers, self._closed)
         self._posted = buffer.posted
-        self._kernels = DeviceLender(
+        return DeviceLender(
             self._shape,
             buffer,
             self._caches,
-            granted,
+            self._granted,
             abreast=self._rows.abreast,
             apart=self._rows.apart,
         )
-        return self._kernels

@@ -66,12 +66,15 @@ class KernelServer:
     ) -> None:
         """Serve this ring from now on, and make the memory that its borrower opens.
 
+        For the first borrower of its shape on this machine it takes some seconds to compile.
+
         Raises:
             ValueError: it is to compute layers, or its attention is none that the kernels compute.
         """
         if layers is not None:
             raise ValueError("layers are lent between CPU devices only")
         loan = KernelLoan(ring, caches, self._memory, rows)
+        loan.compile(STAY_S if self._form is Form.RESIDENT else None)
         ring.words[ControlLine.LENDER * LINE_WORDS] = os.getpid()
         with self._thread.lock:
             self._loans[ring] = loan

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from triton.runtime.interpreter import InterpretedFunction
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.lending.cuda.kernel import INTERPRETED
@@ -107,6 +108,46 @@ def local_kv(blocks: int, geometry: Geometry, heads_apart: bool = False) -> Loca
         caches = torch.randn(geometry.layers, blocks, geometry.kv_heads, *inner)
     memory = MappedMemory(mmap.PAGESIZE, torch.device("cpu"))
     return LocalKv([], list(caches), memory, blocks, geometry)
+
+
+# Of both processes
+
+Variant = tuple[str, tuple[Any, ...]]
+"""A kernel's name, and what of its arguments Triton compiles another one for."""
+_compiled: set[Variant] = set()
+_launched: set[Variant] = set()
+
+if INTERPRETED:
+    _run = InterpretedFunction.run
+
+    def note(function: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        named_all = dict(zip(function.arg_names, given, strict=False)) | named
+        fixed = function.kwargs.get("do_not_specialize") or ()
+        constants = function.fn.__annotations__
+        traits = tuple(
+            "any" if name in fixed else traits_of(value, "constexpr" in str(constants.get(name)))
+            for name, value in sorted(named_all.items())
+        )
+        (_compiled if warmup else _launched).add((function.fn.__name__, traits))
+        return _run(function, *given, grid=grid, warmup=warmup, **named)
+
+    InterpretedFunction.run = note
+
+
+def traits_of(value: Any, constant: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int) and not constant:
+        return value == 1, value % 16 == 0
+    return value
+
+
+def launched() -> tuple[set[str], set[str]]:
+    """Names of kernels, and of those that were not compiled for such arguments before."""
+    names = {name for name, _ in _launched}, {name for name, _ in _launched - _compiled}
+    _compiled.clear()
+    _launched.clear()
+    return names
 
 
 # Of the borrower's process

@@ -106,6 +106,20 @@ def test_blocks_that_lie_abreast_at_a_lender_of_another_shape_are_attended_to(
     assert ends.lender(interpreted.ends, str(tmp_path)) == (False, [])
 
 
+@pytest.mark.parametrize("form", ["stream", "resident"])
+def test_no_task_waits_for_a_kernel_to_be_compiled(ends: Ends, tmp_path: Path, form: str) -> None:
+    for end in (ends.borrower, ends.lender):
+        end(interpreted.launched)
+    ends.open(tmp_path, form=form)
+    assert ends.borrower(interpreted.answer, [1, 2], 20) == (True, Closed.OPEN)
+    ends.lender(interpreted.counted)
+    ends.lender(interpreted.ends, str(tmp_path))
+    of_borrower = {"post_rows", "wait_for_answer", "fetch_rows"}
+    assert ends.borrower(interpreted.launched) == (of_borrower, set())
+    of_lender = {"poll_task", "write_rows", "attend_rows"} if form == "stream" else {"serve_tasks"}
+    assert ends.lender(interpreted.launched) == (of_lender, set())
+
+
 def test_blocks_that_are_not_granted_close_the_loan(ends: Ends, tmp_path: Path) -> None:
     ends.open(tmp_path, granted=2)
     tokens = GEOMETRY.block_size + 1
