@@ -57,7 +57,8 @@ class RemoteHeads(RemoteShard):
         self.kept = geometry_of_heads(every, every.kv_heads - remote.kv_heads)
         """The attention that stays."""
         self._blocks = room_without_heads(kv, remote.kv_heads)
-        self._held = list(range(len(kv.caches)))
+        frees = self._blocks > self._whole_blocks
+        self._held = list(range(len(kv.caches))) if frees else []
         self._freed: list[int] = []
 
     def _room(self) -> int:

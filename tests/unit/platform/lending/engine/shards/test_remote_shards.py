@@ -188,7 +188,9 @@ def test_heads_that_leave_and_come_home_are_as_they_were(
     assert all(len(each) == shard.blocks for each in own)
     if page == HEAD_BYTES:
         assert shard.blocks == blocks * heads // (heads - moved)
-    assert [shard.free_memory() for _ in range(LAYERS)] == [False] * (LAYERS - 1) + [True]
+    # A layer at a time, if any page is whole.
+    pieces = LAYERS if shard.blocks > blocks else 1
+    assert [shard.free_memory() for _ in range(pieces)] == [False] * (pieces - 1) + [True]
     for cache in own:
         cache[blocks:] = 5
         assert not cache.isnan().any()
@@ -199,7 +201,7 @@ def test_heads_that_leave_and_come_home_are_as_they_were(
         assert layers[layer].kv_cache is own[layer]
 
     if not lost:
-        assert [shard.prepare_return() for _ in range(LAYERS)] == [False] * (LAYERS - 1) + [True]
+        assert [shard.prepare_return() for _ in range(pieces)] == [False] * (pieces - 1) + [True]
         assert shard.fetch(used)
     shard.take_back()
     # No more memory was taken at any time.
