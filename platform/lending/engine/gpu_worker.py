@@ -61,6 +61,10 @@ class RemoteAttentionGpuWorker(TakesPartInLending, ResumingGpuWorker):
                 "lending needs enable_sleep_mode: false: vLLM frees no memory of its KV"
             )
 
+    def taken_bytes(self) -> int:
+        # torch's allocator knows nothing of these pages.
+        return super().taken_bytes() + int(self.model_runner.kv_memory.nbytes)
+
     def use_remote_attention(self) -> None:
         use_remote_attention()
 

@@ -27,7 +27,13 @@ class PagedMemory:
         self.page = pages.page
         self._pages = pages
         self._backed: set[int] = set()
+        self._most = 0
         self._bytes = pages.reserve(-(-nbytes // self.page)).view(torch.int8)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it has, mapped or kept."""
+        return self._most * self.page
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
         return view_as(self._bytes, like)
@@ -41,6 +47,7 @@ class PagedMemory:
         for some in _together(missing):
             self._pages.map(some)
         self._backed |= missing
+        self._most = max(self._most, len(self._backed))
 
     def release(self, rows: torch.Tensor) -> None:
         whole = {

@@ -26,16 +26,20 @@ def test_what_is_backed_can_be_used_and_keeps_what_it_holds() -> None:
     memory.back(whole[2 * PAGE : 3 * PAGE])
     whole[2 * PAGE : 3 * PAGE] = 7
     memory.back(whole[PAGE + 5 : 3 * PAGE + 1])
+    assert memory.nbytes == 3 * PAGE
     assert (whole[2 * PAGE : 3 * PAGE] == 7).all()
     whole[PAGE : 4 * PAGE] = 3
     # Only the middle one is released as a whole.
     memory.release(whole[PAGE + 5 : 3 * PAGE + 1])
     assert (whole[PAGE : 2 * PAGE] == 3).all()
     assert (whole[3 * PAGE : 4 * PAGE] == 3).all()
+    # Its memory is kept for others.
+    assert memory.nbytes == 3 * PAGE
     memory.back(whole[2 * PAGE :])
     whole[2 * PAGE :] = 1
     memory.release(whole)
     memory.release(whole)
+    assert memory.nbytes == 4 * PAGE
 
 
 @pytest.mark.parametrize("released", [False, True])
