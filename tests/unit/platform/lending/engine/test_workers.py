@@ -18,6 +18,7 @@ from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
 from loomserve.platform.lending.engine.borrower_worker import BorrowerWorker, StepLimits
 from loomserve.platform.lending.engine.context import LendingContext
 from loomserve.platform.lending.engine.lender_worker import LenderWorker
+from loomserve.platform.lending.engine.memory.mapped import MappedMemory
 from loomserve.platform.lending.engine.shard_worker import ShardWorker
 from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.engine.shards.store_memory import ShardedMemory
@@ -33,11 +34,11 @@ LIMITS = StepLimits(max_tokens=64, max_requests=2, max_blocks=8)
 
 def local_kv(blocks: int, numbers: int, geometry: Geometry = GEOMETRY) -> LocalKv:
     shape = (geometry.layers, numbers, geometry.kv_heads, geometry.block_size)
-    every = torch.randn((*shape, 2 * geometry.head_size)).unbind()
+    like = torch.empty((*shape, 2 * geometry.head_size), device="meta")
+    memory = MappedMemory(like.nbytes, torch.device("cpu"))
+    every = memory.tensor(like).normal_()
     attention = [SimpleNamespace(layer_name=f"layers.{at}", kv_cache=None) for at in range(2)]
-    return LocalKv(
-        attention, [each[:blocks] for each in every], torch.Tensor.zero_, numbers, geometry
-    )
+    return LocalKv(attention, [each[:blocks] for each in every], memory, numbers, geometry)
 
 
 @dataclass
@@ -141,7 +142,7 @@ def test_heads_are_handed_over_and_taken_back(engines: Engines) -> None:
     assert [engines.shards.free_memory(LENDER) for _ in range(2)] == [False, True]
     assert isinstance(engines.store.used[-1], ShardedMemory)
     assert engines.shards.copy(LENDER, [(2, 3)])
-    assert engines.shards.prepare_return(LENDER)
+    assert [engines.shards.prepare_return(LENDER) for _ in range(2)] == [False, True]
     assert engines.shards.fetch(LENDER, [0, 1])
     assert engines.shards.take_back(LENDER, [2, 3])
     assert engines.context.shard is None
