@@ -141,6 +141,8 @@ class KernelLoan:
             torch.cuda.synchronize()
         self.copies.clear(0)
         self._kernels = None
+        # Words of the ring, which is unmapped after this, are pinned as long as these live.
+        del self._closed, self._granted
         for file in (task_file(self.ring.path), answer_file(self.ring.path)):
             file.unlink(missing_ok=True)
 

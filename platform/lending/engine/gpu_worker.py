@@ -57,9 +57,7 @@ class RemoteAttentionGpuWorker(TakesPartInLending, ResumingGpuWorker):
         if not self.model_config.enforce_eager:
             raise ValueError("lending needs enforce_eager: true")
         if self.model_config.enable_sleep_mode:
-            raise ValueError(
-                "lending needs enable_sleep_mode: false: vLLM frees no memory of its KV"
-            )
+            raise ValueError("lending needs enable_sleep_mode: false: its KV memory would stay")
 
     def taken_bytes(self) -> int:
         # torch's allocator knows nothing of these pages.
