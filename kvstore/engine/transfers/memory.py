@@ -114,24 +114,24 @@ class KvMemory(BlockMemory):
         return [rows.numpy() for rows in self._rows]
 
     def to_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
-        for first, pieces in runs:
-            rows = self._host_rows[layer][first : first + len(pieces)]
-            np.copyto(pieces.reshape(rows.shape), rows)
+        for rows, pieces in self._both(layer, runs):
+            np.copyto(pieces, rows)
 
     def from_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
-        for first, pieces in runs:
-            rows = self._host_rows[layer][first : first + len(pieces)]
-            np.copyto(rows, pieces.reshape(rows.shape))
+        for rows, pieces in self._both(layer, runs):
+            np.copyto(rows, pieces)
 
     def on_host(self, layer: int, first: int, blocks: int) -> Bytes | None:
         return self._host_rows[layer][first : first + blocks, 0] if self.runs == 1 else None
 
     def equals_host(self, layer: int, runs: Sequence[BlockPieces]) -> bool:
+        return all(np.array_equal(*both) for both in self._both(layer, runs))
+
+    def _both(self, layer: int, runs: Sequence[BlockPieces]) -> Iterator[tuple[Bytes, Bytes]]:
+        """Yield views of the engine's bytes and of the slots', ``[blocks, runs, run_bytes]``."""
         for first, pieces in runs:
             rows = self._host_rows[layer][first : first + len(pieces)]
-            if not np.array_equal(rows, pieces.reshape(rows.shape)):
-                return False
-        return True
+            yield rows, pieces.reshape(rows.shape)
 
 
 class HostStream:
