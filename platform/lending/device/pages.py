@@ -110,15 +110,19 @@ class CudaPages:
         # CUDA itself does not wait for kernels that use them.
         torch.cuda.synchronize(self._device)
         for page in pages:
-            self._call("cuMemUnmap", self._at(page), self.page)
-            self._kept.append(self._mapped.pop(page))
+            self._keep(page)
+
+    def _keep(self, page: int) -> None:
+        self._call("cuMemUnmap", self._at(page), self.page)
+        self._kept.append(self._mapped.pop(page))
 
     def _free(self, pages: int) -> Callable[[int], None]:
         """Return what gives all back; it is called with the address, at the memory's end."""
 
         def free(address: int) -> None:
+            torch.cuda.synchronize(self._device)
             for page in list(self._mapped):
-                self.unmap(range(page, page + 1))
+                self._keep(page)
             while self._kept:
                 self._call("cuMemRelease", self._kept.pop())
             self._call("cuMemAddressFree", address, pages * self.page)
