@@ -137,7 +137,7 @@ def test_a_shard_waits_for_blocks_that_its_lenders_requests_hold(
 
 
 def test_a_move_that_is_called_off_changes_nothing(pair: Pair, alone: list[list[int]]) -> None:
-    # Steps go on meanwhile, and one of them may copy all that is left.
+    # Steps go on meanwhile: the third after the order may compute at the lender.
     assert any(is_called_off_in_time(pair, alone) for _ in range(5))
 
 
@@ -146,7 +146,6 @@ def is_called_off_in_time(pair: Pair, alone: list[list[int]]) -> bool:
 
         def begin_and_come_home() -> None:
             loan.begin()
-            assert loan.phase in ("leaving", "away")
             loan.come_home()
 
         assert served(pair, prompts(1, 16), {20: begin_and_come_home}) == alone
