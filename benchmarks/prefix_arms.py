@@ -45,6 +45,7 @@ KINDS = {
     "store": Kind("load_aware", store=True),
     "store_and_disk": Kind("load_aware", store=True, disk_bytes=4 * 2**30),
     "store_round_robin": Kind("round_robin", store=True),
+    "store_prefix_router": Kind("prefix_aware", store=True),
     "no_store": Kind("load_aware"),
     "round_robin": Kind("round_robin"),
     "prefix_router": Kind("prefix_aware"),
@@ -59,6 +60,7 @@ PAIRS = (
     ("store", "prefix_router"),
     ("store", "power_of_two"),
     ("store", "stock"),
+    ("store_prefix_router", "prefix_router"),
 )
 """The first over the second. The first four tell BanaServe's store and its algorithm 4-2 apart: the
 store with either router, and the router with and without the store."""

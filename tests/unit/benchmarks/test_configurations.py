@@ -94,7 +94,12 @@ def test_arms_of_shared_prefixes_are_those_that_their_names_say(tmp_path: Path) 
         if name != "stock"
     }
     stores = {name: arm.kvstore.ssd for name, arm in arms.items() if arm.kvstore}
-    assert stores == {"store": None, "store_and_disk": 4 * 2**30, "store_round_robin": None}
+    assert stores == {
+        "store": None,
+        "store_and_disk": 4 * 2**30,
+        "store_round_robin": None,
+        "store_prefix_router": None,
+    }
     assert {name: arm.models[0].router.policy for name, arm in arms.items()} == {
         name: kind.policy for name, kind in prefix_arms.KINDS.items() if kind.policy
     }
