@@ -1,8 +1,9 @@
 """Which replicas lend to which where nobody has said so: cold ones to hot ones, by load. Pure.
 
-A replica whose KV memory is nearly full borrows from one that has had nothing to do, on another
-device of its node; both are in one pair at a time. A pair stays for as long as the one needs it and
-the other can spare it, between bounds that lie apart, so that it does not come and go.
+A replica whose KV memory is nearly full, or so full that requests wait, borrows from one that has
+had nothing to do, on another device of its node; both are in one pair at a time. A pair stays for
+as long as the one needs it and the other can spare it, between bounds that lie apart, so that it
+does not come and go.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
-# Shares of its own KV memory that are in use.
+# Shares of its own KV memory that are in use. Where requests wait, the lower one makes it hot: the
+# next may need all that is free.
 _HOT, _STILL_HOT = 0.85, 0.5
 _COLD, _STILL_COLD = 0.3, 0.7
 _IDLE_S = 5.0
@@ -42,7 +44,7 @@ class PairingReplica:
 
     @property
     def is_hot(self) -> bool:
-        return self.usage >= _HOT
+        return self.usage >= (_STILL_HOT if self.waiting else _HOT)
 
     @property
     def stays_hot(self) -> bool:

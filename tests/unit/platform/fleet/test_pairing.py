@@ -31,6 +31,12 @@ def test_who_is_hot_borrows_from_who_is_cold() -> None:
     assert paired([HOT, WARM], {}) == {}
 
 
+def test_a_queue_makes_who_is_half_full_hot() -> None:
+    assert paired([seat("half", 0.6, 0.0, waiting=1), COLD], {}) == {"half": "zold"}
+    # So much is free that what waits does so for another reason.
+    assert paired([seat("half", 0.4, 0.0, waiting=9), COLD], {}) == {}
+
+
 def test_the_coldest_lends_to_the_hottest() -> None:
     other, colder = seat("i", 0.9, 0.0), seat("x", 0.1)
     assert paired([other, HOT, COLD], {}) == {"hot": "zold"}
