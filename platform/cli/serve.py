@@ -297,6 +297,7 @@ def run(config: Config, base: Path, say: Say) -> None:
         say("joining the cluster")
     try:
         platform.join()
+        _catch_signals(stopped, platform)  # Ray has put its own handlers there
         if config.cluster is not None:
             placed = placed_in_cluster(config, base, say)
             replicas = plan(placed.counted, base, say)
@@ -308,7 +309,6 @@ def run(config: Config, base: Path, say: Say) -> None:
             where = ", ".join(model.devices[:used])
             say(f"loading {model.name} on {where}")
         platform.start(placed, replicas)
-        _catch_signals(stopped, platform)  # Ray has put its own handlers there
         _until_ready_or(stopped, platform, say)
         if not stopped.is_set():
             _greet(config, say)

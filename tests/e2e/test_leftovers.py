@@ -113,6 +113,19 @@ def memory_of(processes: list[psutil.Process]) -> set[Path]:
     }
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_platform_that_is_stopped_while_it_starts_ends_well(
+    tmp_path: Path, how: signal.Signals
+) -> None:
+    config, _ = write_config(tmp_path)
+    log = tmp_path / "serve.log"
+    with started(config, lambda _: "loading" in log.read_text()) as command:
+        command.send_signal(how)
+        assert command.wait(STOPPED_S) == 0
+    assert "received" not in log.read_text()
+    assert log.read_text().endswith("stopped\n")
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_of_a_command_that_was_ended(how: signal.Signals, tmp_path: Path) -> None:
     config, port = write_config(tmp_path)
