@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -106,23 +106,18 @@ class CudaPages:
         size = len(pages) * self.page
         self._call("cuMemSetAccess", self._at(pages.start), size, [self._access], 1)
 
-    def unmap(self, pages: range) -> None:
+    def unmap(self, pages: Iterable[int]) -> None:
         # CUDA itself does not wait for kernels that use them.
         torch.cuda.synchronize(self._device)
         for page in pages:
-            self._keep(page)
-
-    def _keep(self, page: int) -> None:
-        self._call("cuMemUnmap", self._at(page), self.page)
-        self._kept.append(self._mapped.pop(page))
+            self._call("cuMemUnmap", self._at(page), self.page)
+            self._kept.append(self._mapped.pop(page))
 
     def _free(self, pages: int) -> Callable[[int], None]:
         """Return what gives all back; it is called with the address, at the memory's end."""
 
         def free(address: int) -> None:
-            torch.cuda.synchronize(self._device)
-            for page in list(self._mapped):
-                self._keep(page)
+            self.unmap(list(self._mapped))
             while self._kept:
                 self._call("cuMemRelease", self._kept.pop())
             self._call("cuMemAddressFree", address, pages * self.page)
