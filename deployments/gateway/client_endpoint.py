@@ -147,7 +147,8 @@ class ClientEndpoint:
             content=request.with_hints(deadline=deadline, expected=expected),
             request_id=state["request_id"],
             expected_tokens=expected.tokens if expected else None,
-            refuse_after=deadline if key is not None and key.refuse_late else None,
+            deadline=deadline,
+            refuse_late=key is not None and key.refuse_late,
             usage=usage,
             trace=state.get("trace"),
         )

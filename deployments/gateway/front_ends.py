@@ -126,7 +126,7 @@ class ModelFrontEnds:
 
         Raises:
             Unavailable: the model is not set up, or has no replica in time.
-            TooManyRequests: it is predicted to end after ``request.refuse_after``.
+            TooManyRequests: it is predicted to end after its deadline.
             EngineGone: engines ended with it, or its answer stood still.
             InternalError: the front end or an engine failed on it.
         """
