@@ -25,7 +25,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -393,7 +392,6 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=18_690)
     parser.add_argument("--start-timeout", type=float, default=600, help="for each platform, s")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     facts = machine()
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,6 @@ import argparse
 import asyncio
 import itertools
 import re
-import signal
 import statistics
 import sys
 import tempfile
@@ -542,7 +541,6 @@ def main() -> int:
     parser.add_argument("--slo-tpot", type=float, default=3, help="times the idle one")
     parser.add_argument("--start-timeout", type=float, default=600)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="disaggregation-"))
     facts = machine()
     model = str(catalog.resolve("demo", Path.cwd()))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import sys
 import tempfile
 import time
@@ -230,7 +229,6 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     facts = machine()
     try:
         runs = measured(options, Path(tempfile.mkdtemp(prefix="documents-")))

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -318,8 +317,6 @@ def _loads(text: str) -> tuple[str, ...]:
 
 def main() -> int:
     options = arguments()
-    # SIGTERM must end the servers too, so it takes Ctrl-C's way out.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     plan = Plan(options.loads, options.runs, options.seconds, options.warmup, options.max_tokens)
     flags = EngineFlags(dtype=options.dtype or cpu_dtype())
     logs = options.logs or Path(tempfile.mkdtemp(prefix="overhead-"))

@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import itertools
 import re
-import signal
 import statistics
 import sys
 import tempfile
@@ -214,7 +213,6 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("--start-timeout", type=float, default=600)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="prefix-"))
     facts = machine()
     model = str(catalog.resolve("demo", Path.cwd()))
