@@ -19,15 +19,13 @@ class Finish:
         return self.wait_s + self.run_s
 
 
-def finish(
-    replica: Replica, prompt_tokens: int, tokens: float, share_ahead: float = 1.0
-) -> Finish | None:
+def finish(replica: Replica, prompt_tokens: int, tokens: float) -> Finish | None:
     """Predict when a request whose answer has ``tokens`` tokens would end, at the recent pace.
 
-    It starts as soon as a place is free and ``share_ahead`` of those that wait have started. The
-    replica runs ``max_running`` requests at once, or, if some wait, as many as now, since its
-    memory is full; one ends every ``request_s`` divided by that number. Then the request's prompt
-    and answer are computed. None: the replica's load is unknown, or no request has ended on it yet.
+    First come, first served: the request starts as soon as enough others have ended. The replica
+    runs ``max_running`` requests at once, or, if some wait, as many as now, since its memory is
+    full; one ends every ``request_s`` divided by that number. Then the request's prompt and answer
+    are computed. None: the replica's load is unknown, or no request has ended on it yet.
     """
     if replica.load is None or replica.load.pace is None:
         return None
@@ -35,8 +33,7 @@ def finish(
     places = replica.max_running
     if replica.load.waiting and replica.load.running:
         places = min(places, replica.load.running)
-    waiting = max(0, replica.queue_length - places)
-    ahead = waiting * share_ahead + (replica.queue_length >= places)
+    ahead = max(0, replica.queue_length - places + 1)
     return Finish(
         wait_s=ahead * pace.request_s / places,
         run_s=prompt_tokens * pace.prefill_token_s + tokens * pace.output_token_s,

@@ -31,12 +31,8 @@ class ForwardRequest:
     """Predicted length of the answer."""
     carried_on: bool = True
     """False: whoever sent it finds out whether engines end because of it."""
-    deadline: float | None = None
-    """When its client wants the whole answer, monotonic seconds."""
-    refuse_late: bool = False
-    """Whether it is refused if it is predicted to end after its deadline."""
-    background: bool = False
-    """Whether engines serve it after all that are not."""
+    refuse_after: float | None = None
+    """Monotonic seconds; a request that is predicted to end later is refused."""
     usage: RequestUsage = field(default_factory=RequestUsage)
     """Whoever answers it adds up here what engines computed."""
     trace: RequestTrace | None = None

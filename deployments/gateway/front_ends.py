@@ -126,7 +126,7 @@ class ModelFrontEnds:
 
         Raises:
             Unavailable: the model is not set up, or has no replica in time.
-            TooManyRequests: it is predicted to end after its deadline.
+            TooManyRequests: it is predicted to end after ``request.refuse_after``.
             EngineGone: engines ended with it, or its answer stood still.
             InternalError: the front end or an engine failed on it.
         """

@@ -153,7 +153,6 @@ class LineEndpoint:
             pinned_to=line.engine if line.model in (None, route.asked) else None,
             # The lane tests suspects one by one, each alone on an engine.
             carried_on=False,
-            background=True,
         )
 
 

@@ -87,7 +87,6 @@ class ModelFrontEnd:
     def apply(self, route: ModelRoute) -> None:
         """Take over which replicas there are, and which are drained."""
         self._route = route
-        self._choice.set_queue(route.queue, deadlines=route.deadlines)
         nodes = {each.id: each.node for each in route.replicas}
         several = set(nodes.values()) - {LOCAL_NODE}
         addresses = {each.id: each.address for each in route.replicas}

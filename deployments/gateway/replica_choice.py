@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from loomserve.deployments.gateway.answering import ForwardRequest
-from loomserve.deployments.gateway.lateness import queued, refuse_if_late
+from loomserve.deployments.gateway.lateness import refuse_if_late
 from loomserve.platform.config import Router
-from loomserve.platform.config.scheduling import QueueName
 from loomserve.platform.front_end.routing import RoutingContext, RoutingRequest
 from loomserve.platform.http.engine_errors import no_replica
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -21,7 +20,6 @@ from loomserve.routers.in_flight import InFlight
 from loomserve.routers.policy_choice import NodesKv, ReplicaChooser
 from loomserve.routers.table import ReplicaTable
 from loomserve.routers.ticket import RoutingTicket
-from loomserve.routers.waiting import WaitingRequests
 
 # Engines count exactly; this stands for an answer of which nothing is known.
 _ANSWER_TOKENS = 256
@@ -92,14 +90,9 @@ class ReplicaChoice:
         self._ledger = ledger
         self._metrics = metrics
         self._table = table
-        self._waiting = WaitingRequests()
         self._booked: dict[RoutingRequest, ExitStack] = {}
         self._last_excluded = (_NOBODY, _NOBODY, _NOBODY)
         """The table's replicas, a request's candidates, and those that were none."""
-
-    def set_queue(self, queue: QueueName, *, deadlines: bool) -> None:
-        """Set the order in which engines serve; ``deadlines``: whether they heed them."""
-        self._waiting.order_by(queue, deadlines=deadlines)
 
     def set_kv(self, kv: NodesKv) -> None:
         """Set what moving KV between nodes takes."""
@@ -120,15 +113,9 @@ class ReplicaChoice:
                 if not routing.prompt_only:
                     self._note_wait(ticket, context)
                 return None
+            if request is not None and _is_first(routing):
+                refuse_if_late(request, ticket, self._metrics)
             if context is not None:
-                asked = context.request
-                seen = queued(asked, routing, ticket)
-                if _is_first(routing):
-                    refuse_if_late(asked, seen, ticket, self._waiting, self._metrics)
-                self._waiting.came(
-                    routing, decision.replica_id, seen, began=lambda: context.outputs > 0
-                )
-                booking.callback(self._waiting.left, routing, decision.replica_id)
                 context.queues[routing] = partial(self._has_queue, decision.replica_id)
                 booking.callback(context.queues.pop, routing, None)
                 context.goes_on()

@@ -8,13 +8,11 @@ from pydantic import Field
 
 from loomserve.platform.config.base import Bytes, Section
 
-QueueName = Literal["fair", "fcfs", "deadline", "sjf"]
-
 
 class Scheduling(Section):
     """How an engine serves more requests than its KV memory holds (AdaptiveLLM)."""
 
-    queue: QueueName | None = Field(
+    queue: Literal["fair", "fcfs", "deadline", "sjf"] | None = Field(
         None,
         description="Who is served first, and preempted last. fair: waiting time for each token; "
         "fcfs: first come; deadline: the earliest x-slo-ms; sjf: the shortest (long ones starve). "

@@ -18,7 +18,6 @@ from loomserve.platform.config import (
     OfflineModel,
     Router,
 )
-from loomserve.platform.config.scheduling import QueueName
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.scheduling.options import SchedulerOptions
 from loomserve.platform.state import (
@@ -333,8 +332,6 @@ class ModelRoute(_Message):
     kv_token_bytes: float = Field(0.0, description="KV of a token; 0: no replica has said.")
     predictor: str | None = Field(None, description="What predicts its answers' lengths, if any.")
     router: Router = Field(default_factory=Router)
-    queue: QueueName = Field("fcfs", description="The order in which its engines serve requests.")
-    deadlines: bool = Field(True, description="Whether its engines heed deadlines.")
     front_end: FrontEndSpec | None = Field(None, description="None: no replica has reported.")
     replicas: tuple[ReplicaRoute, ...]
     adapters: tuple[AdapterRoute, ...] = ()

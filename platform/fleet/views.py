@@ -17,7 +17,6 @@ from loomserve.platform.fleet.messages import (
     ServedEngines,
 )
 from loomserve.platform.fleet.registry import ModelRecord, Registry, ReplicaRecord
-from loomserve.platform.scheduling.options import queue_of
 from loomserve.platform.state import (
     AdapterState,
     DeviceState,
@@ -65,8 +64,6 @@ class FleetViews:
             ),
             predictor=model.lengths.predictor if model.lengths else None,
             router=model.router,
-            queue=queue_of(model),
-            deadlines=model.scheduling.deadlines,
             front_end=next(
                 (each.heartbeat.front_end for each in reachable),
                 # It takes seconds to set up, for which no engine should have to wait.

@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from loomserve.platform.config import KvStore, Model
-from loomserve.platform.config.scheduling import QueueName
 
 ADDITIONAL_CONFIG = "loomserve"
 """The key of ``additional_config`` under which an engine's scheduler finds its options."""
@@ -19,7 +18,7 @@ class SchedulerOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     preemption: Literal["adaptive", "swap", "recompute"] = "recompute"
-    queue: QueueName = "fcfs"
+    queue: Literal["fair", "fcfs", "deadline", "sjf"] = "fcfs"
     swap_bytes: int = Field(0, ge=0, description="Swap space in the KV store.")
     deadlines: bool = True
     overlap_swap: bool = True
@@ -33,16 +32,11 @@ def scheduler_options(model: Model, store: KvStore | None) -> SchedulerOptions:
     given = model.scheduling
     return SchedulerOptions(
         preemption=given.preemption or ("adaptive" if store else "recompute"),
-        queue=queue_of(model),
+        # Without predicted lengths a fair queue is worse in all (benchmarks/adaptive.md).
+        queue=given.queue or ("fcfs" if model.lengths is None else "fair"),
         swap_bytes=_swap_bytes(model, store) if store else 0,
         **given.model_dump(exclude={"preemption", "queue", "swap_space"}),
     )
-
-
-def queue_of(model: Model) -> QueueName:
-    """The queue of this model's engines."""
-    # Without predicted lengths a fair queue is worse in all (benchmarks/adaptive.md).
-    return model.scheduling.queue or ("fcfs" if model.lengths is None else "fair")
 
 
 def _swap_bytes(model: Model, store: KvStore) -> int:

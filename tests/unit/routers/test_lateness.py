@@ -29,13 +29,6 @@ def replica(
     return Replica("r", load, max_running, queue_length=running + waiting)
 
 
-@pytest.mark.parametrize(("share", "wait_s"), [(0.0, 2.0), (0.5, 5.0), (1.0, 8.0)])
-def test_it_waits_for_a_place_and_for_those_that_are_served_before_it(
-    share: float, wait_s: float
-) -> None:
-    assert finish(replica(4, waiting=3), 0, 0, share) == Finish(wait_s, 0.0)
-
-
 @pytest.mark.parametrize(
     ("replica_", "wait_s"),
     [

@@ -12,7 +12,6 @@ from loomserve.deployments.gateway.answering import ForwardRequest
 from loomserve.deployments.gateway.replica_choice import AnswerContext, ReplicaChoice
 from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.config import Router
-from loomserve.platform.config.scheduling import QueueName
 from loomserve.platform.front_end.routing import RoutingRequest
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -48,29 +47,18 @@ class Choice:
         table = reported(self.ledger, {"r1": load})
         self.choice = ReplicaChoice("chat", Router(), self.ledger, metrics, table)
 
-    def choose(
-        self,
-        within_s: float | None,
-        expected: float | None = 30.0,
-        *,
-        refuse_late: bool = True,
-        background: bool = False,
-    ) -> AnswerContext:
-        """Returns the context of the request, which has gone to the replica."""
+    def choose(self, within_s: float | None, expected: float | None = 30.0) -> str | None:
         content = EngineRequest("/v1/completions", {"max_tokens": 500}, b"{}")
         request = ForwardRequest(
             model="chat",
             content=content,
             request_id="1",
             expected_tokens=expected,
-            deadline=None if within_s is None else time.monotonic() + within_s,
-            refuse_late=refuse_late,
-            background=background,
+            refuse_after=None if within_s is None else time.monotonic() + within_s,
         )
         context = AnswerContext(request=request)
         routing = RoutingRequest("1", "1", [], 500, frozenset({"r1"}), context=context)
-        assert self.choice.choose(routing) == "r1"
-        return context
+        return self.choice.choose(routing)
 
     @property
     def refused(self) -> float | None:
@@ -89,68 +77,18 @@ def test_it_is_told_when_to_come_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "within_s", "expected", "refuse_late"),
+    ("load", "within_s", "expected"),
     [
-        (busy, 60.0, 30.0, True),
-        (busy, None, 30.0, True),
-        (busy, 8.0, 30.0, False),
-        (busy, 8.0, None, True),
-        (lambda: None, 8.0, 30.0, True),
+        (busy, 60.0, 30.0),
+        (busy, None, 30.0),
+        (busy, 8.0, None),
+        (lambda: None, 8.0, 30.0),
     ],
-    ids=["in time", "no deadline", "not asked for", "no prediction", "unknown load"],
+    ids=["in time", "not asked for", "no prediction", "unknown load"],
 )
 def test_all_others_go_to_their_engine(
-    load: Callable[[], RoutingStats | None],
-    within_s: float | None,
-    expected: float | None,
-    refuse_late: bool,
+    load: Callable[[], RoutingStats | None], within_s: float | None, expected: float | None
 ) -> None:
     made = Choice(load())
-    made.choose(within_s, expected, refuse_late=refuse_late)
+    assert made.choose(within_s, expected) == "r1"
     assert made.refused == 0
-
-
-def test_who_is_served_before_those_that_wait_does_not_wait_for_them() -> None:
-    made = Choice(busy())
-    made.choice.set_queue("deadline", deadlines=True)
-    for _ in range(3):
-        made.choose(within_s=500.0)
-    # A place becomes free within 2 s, and the answer takes 3 s.
-    made.choose(within_s=5.5)
-    with pytest.raises(TooManyRequests, match=r"5\.0 s, of which it waits 2\.0 s"):
-        made.choose(within_s=4.0)
-    assert made.refused == 1
-
-
-@pytest.mark.parametrize(
-    ("queue", "deadlines"), [("fcfs", True), ("fair", True), ("deadline", False)]
-)
-def test_an_engine_that_would_not_serve_it_first_lets_it_wait(
-    queue: QueueName, deadlines: bool
-) -> None:
-    made = Choice(busy())
-    made.choice.set_queue(queue, deadlines=deadlines)
-    for _ in range(3):
-        made.choose(within_s=500.0)
-    with pytest.raises(TooManyRequests, match="of which it waits 16"):
-        made.choose(within_s=5.5)
-
-
-def test_it_waits_for_nobody_in_the_background() -> None:
-    made = Choice(busy())
-    for _ in range(3):
-        made.choose(within_s=None, background=True)
-    made.choose(within_s=5.5)
-    assert made.refused == 0
-
-
-def test_only_who_has_no_answer_yet_counts_as_waiting() -> None:
-    made = Choice(busy())
-    made.choice.set_queue("sjf", deadlines=True)
-    longer = [made.choose(within_s=None, expected=400.0) for _ in range(3)]
-    for context in longer:
-        context.outputs = 1
-    made.choose(within_s=None, expected=10.0)
-    # The only one of them that waits is shorter, and stands for all.
-    with pytest.raises(TooManyRequests, match="of which it waits 18"):
-        made.choose(within_s=5.5)
