@@ -28,7 +28,9 @@ class ForwardRequest:
     pinned_to: str | None = None
     """Id of the only replica that may take it; None: any may."""
     expected_tokens: float | None = None
-    """Predicted length of the answer."""
+    """Predicted length of the answer: the mean."""
+    median_tokens: float | None = None
+    """As likely exceeded as not; there is one where there is a mean."""
     carried_on: bool = True
     """False: whoever sent it finds out whether engines end because of it."""
     refuse_after: float | None = None

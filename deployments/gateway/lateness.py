@@ -19,13 +19,13 @@ def refuse_if_late(request: ForwardRequest, ticket: RoutingTicket, metrics: Gate
         metrics: counts refusals.
 
     Raises:
-        TooManyRequests: it is predicted to end after ``request.refuse_after``.
+        TooManyRequests: it is more likely than not to end after ``request.refuse_after``.
     """
-    replica, expected = ticket.replica, request.expected_tokens
-    if request.refuse_after is None or expected is None or replica is None:
+    replica, tokens = ticket.replica, request.median_tokens
+    if request.refuse_after is None or tokens is None or replica is None:
         return
     within_s = request.refuse_after - time.monotonic()
-    predicted = finish(replica, ticket.prompt_tokens, expected)
+    predicted = finish(replica, ticket.prompt_tokens, tokens)
     if predicted is None or predicted.total_s <= within_s:
         return
     metrics.refused_late(request.model)

@@ -31,8 +31,10 @@ class AppMeans:
         at = int(np.searchsorted(self.apps, features[0]))
         known = at < len(self.apps) and self.apps[at] == features[0]
         tokens, low, high = map(float, self.values[at if known else -1])
-        # The spread of an application's lengths is not kept, so `most` can only cut the mean.
-        return Guess(min(most, tokens), low, high, int(bucket_of(tokens)))
+        # The spread of an application's lengths is not kept, so `most` can only cut the mean, which
+        # stands for the median.
+        mean = min(most, tokens)
+        return Guess(mean, low, high, mean, int(bucket_of(tokens)))
 
     def arrays(self) -> Arrays:
         return vars(self)

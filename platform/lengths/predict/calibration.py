@@ -33,9 +33,9 @@ def margin(guesses: Sequence[Guess], tokens: Sequence[int], coverage: float) -> 
 
 def calibrated(guess: Guess, margin: float, most: float) -> Prediction:
     """The prediction of a guess: its interval widened by ``margin``, all within ``most`` tokens."""
-    tokens = min(most, guess.tokens)
+    tokens, median = min(most, guess.tokens), min(most, guess.median)
     if math.isinf(margin):
-        return Prediction(tokens, 0.0, most)
+        return Prediction(tokens, 0.0, most, median)
     low = math.expm1(max(0.0, math.log1p(guess.low) - margin))
     high = math.expm1(max(0.0, math.log1p(guess.high) + margin))
-    return Prediction(tokens, min(low, tokens), max(min(most, high), tokens))
+    return Prediction(tokens, min(low, tokens), max(min(most, high), tokens), median)

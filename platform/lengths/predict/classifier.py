@@ -37,9 +37,10 @@ class BucketClassifier:
         logits = (features - self.centre) / self.scale @ self.weights + self.bias
         odds = np.exp(logits - logits.max())
         shares = odds / odds.sum()
-        low, high = self._quantiles(shares, (0.05, 0.95))
+        low, median, high = self._quantiles(shares, (0.05, 0.5, 0.95))
         likeliest = int(self.buckets[shares.argmax()])
-        return Guess(float(shares @ self._means_up_to(most)), low, high, likeliest)
+        mean = float(shares @ self._means_up_to(most))
+        return Guess(mean, low, high, min(most, median), likeliest)
 
     def _means_up_to(self, most: float) -> NDArray[np.float64]:
         """Mean length in each bucket, given ``most`` tokens; lengths are uniform in a bucket."""
@@ -49,7 +50,7 @@ class BucketClassifier:
         bounded: NDArray[np.float64] = np.minimum(most, means)
         return bounded
 
-    def _quantiles(self, shares: Floats, levels: tuple[float, float]) -> tuple[float, float]:
+    def _quantiles(self, shares: Floats, levels: tuple[float, ...]) -> list[float]:
         """Quantiles of the length, taken to be uniform within each bucket."""
         reached = np.concatenate(([0.0], np.cumsum(shares)))
         lower, upper = EDGES[self.buckets], EDGES[self.buckets + 1]
@@ -58,7 +59,7 @@ class BucketClassifier:
             at = min(int(np.searchsorted(reached, level, side="right")) - 1, len(shares) - 1)
             inside = min(1.0, (level - reached[at]) / max(float(shares[at]), 1e-9))
             found.append(float(lower[at] + inside * (upper[at] - lower[at])))
-        return found[0], found[1]
+        return found
 
     def arrays(self) -> Arrays:
         return vars(self)

@@ -55,8 +55,8 @@ class Forest:
         # The means include the tail, which the quantiles leave out.
         lengths = np.minimum(pool, most) if most < pool[-1] else self.means[leaves]
         tokens = float(lengths.mean())
-        low, high = float(pool[int(0.05 * len(pool))]), float(pool[int(0.95 * len(pool))])
-        return Guess(tokens, low, high, int(bucket_of(tokens)))
+        low, median, high = (float(pool[int(share * len(pool))]) for share in (0.05, 0.5, 0.95))
+        return Guess(tokens, low, high, min(most, median), int(bucket_of(tokens)))
 
     def arrays(self) -> Arrays:
         return vars(self)

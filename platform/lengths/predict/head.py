@@ -26,12 +26,14 @@ class Guess:
         tokens: Mean length, given the most tokens that the answer may have.
         low: 5 % quantile of the length, if nothing bounds it.
         high: 95 % quantile.
+        median: 50 % quantile, given the most tokens that the answer may have.
         bucket: Number of the likeliest bucket.
     """
 
     tokens: float
     low: float
     high: float
+    median: float
     bucket: int
 
 

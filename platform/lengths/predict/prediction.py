@@ -37,6 +37,8 @@ class Prediction:
     tokens: float
     low: float
     high: float
+    median: float
+    """As likely exceeded as not."""
 
 
 class Predictor(Protocol):

@@ -98,7 +98,7 @@ def test_a_prompt_for_which_nobody_is_there_is_not_counted_as_waiting() -> None:
 
 
 def test_only_the_answer_can_be_late() -> None:
-    made = Choice(expected_tokens=50.0, refuse_after=time.monotonic() + 1)
+    made = Choice(median_tokens=50.0, refuse_after=time.monotonic() + 1)
     assert made.choice.choose(made.asks("p", prompt_only=True)) == "p"
     assert made.choice.choose(made.asks("d", attempt=1)) == "d"
     with pytest.raises(TooManyRequests):

@@ -50,7 +50,7 @@ class Lengths:
 
     async def predict(self, model: str, request: dict[str, Any]) -> Predicted | None:
         self.asked += 1
-        prediction = Prediction(20.0, 10.0, 45.0)
+        prediction = Prediction(20.0, 10.0, 45.0, 15.0)
         query = LengthQuery("", "hi", 1)
         return Predicted(None, query, prediction) if self.predicts else None  # type: ignore[arg-type]
 
@@ -98,7 +98,7 @@ def asked(
 def test_the_engine_and_the_router_are_told_and_the_predictor_learns_the_real_length() -> None:
     request, lengths, body = asked()
     assert expected_of(json.loads(request.content.encoded)["vllm_xargs"]) == Expected(20.0, 45.0)
-    assert request.expected_tokens == 20.0
+    assert (request.expected_tokens, request.median_tokens) == (20.0, 15.0)
     assert lengths.ended_with == [26]
     assert body == ANSWER
 

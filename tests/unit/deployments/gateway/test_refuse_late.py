@@ -47,13 +47,13 @@ class Choice:
         table = reported(self.ledger, {"r1": load})
         self.choice = ReplicaChoice("chat", Router(), self.ledger, metrics, table)
 
-    def choose(self, within_s: float | None, expected: float | None = 30.0) -> str | None:
+    def choose(self, within_s: float | None, median: float | None = 30.0) -> str | None:
         content = EngineRequest("/v1/completions", {"max_tokens": 500}, b"{}")
         request = ForwardRequest(
             model="chat",
             content=content,
             request_id="1",
-            expected_tokens=expected,
+            median_tokens=median,
             refuse_after=None if within_s is None else time.monotonic() + within_s,
         )
         context = AnswerContext(request=request)
@@ -77,7 +77,7 @@ def test_it_is_told_when_to_come_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "within_s", "expected"),
+    ("load", "within_s", "median"),
     [
         (busy, 60.0, 30.0),
         (busy, None, 30.0),
@@ -87,8 +87,8 @@ def test_it_is_told_when_to_come_back() -> None:
     ids=["in time", "not asked for", "no prediction", "unknown load"],
 )
 def test_all_others_go_to_their_engine(
-    load: Callable[[], RoutingStats | None], within_s: float | None, expected: float | None
+    load: Callable[[], RoutingStats | None], within_s: float | None, median: float | None
 ) -> None:
     made = Choice(load())
-    assert made.choose(within_s, expected) == "r1"
+    assert made.choose(within_s, median) == "r1"
     assert made.refused == 0

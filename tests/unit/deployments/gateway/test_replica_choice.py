@@ -167,7 +167,7 @@ def test_a_pinned_request_waits_for_nobody_and_is_carried_on_by_others() -> None
 
 def test_a_request_that_will_be_late_is_refused_once_and_leaves_nothing_booked() -> None:
     bench = Bench(one=stats(waiting=50))
-    late = context(expected_tokens=100.0, refuse_after=time.monotonic() + 0.1)
+    late = context(median_tokens=100.0, refuse_after=time.monotonic() + 0.1)
     with pytest.raises(TooManyRequests):
         bench.choice.choose(bench.routing(context=late))
     assert bench.ledger.of("one").requests == 0

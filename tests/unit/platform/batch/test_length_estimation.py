@@ -41,7 +41,7 @@ class Predictor:
         self.asked.append(tokens)
         if tokens < 0:
             raise ZeroDivisionError
-        return Prediction(tokens, tokens / 2, tokens * 2)
+        return Prediction(tokens, tokens / 2, tokens * 2, tokens)
 
     def close(self) -> None:
         self.closed = True

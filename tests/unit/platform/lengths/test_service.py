@@ -47,7 +47,7 @@ class OnePredictor:
         self.go.wait(10)
         if self.broken:
             raise ValueError("no")
-        return Prediction(20.0, 10.0, 45.0)
+        return Prediction(20.0, 10.0, 45.0, 15.0)
 
     def observe(self, query: LengthQuery, prediction: Prediction, tokens: int, key: str) -> None:
         self.observed.append((query, tokens, key))

@@ -27,25 +27,33 @@ def test_a_bucket_is_a_doubling_of_length(tokens: int, bucket: int) -> None:
 
 
 @settings(deadline=None)
-@given(low=lengths, tokens=lengths, high=lengths, widen=st.floats(-5, 5), most=st.integers(1, 4096))
+@given(
+    low=lengths,
+    tokens=lengths,
+    high=lengths,
+    median=lengths,
+    widen=st.floats(-5, 5),
+    most=st.integers(1, 4096),
+)
 def test_an_interval_holds_its_prediction_and_keeps_within_max_tokens(
-    low: float, tokens: float, high: float, widen: float, most: int
+    low: float, tokens: float, high: float, median: float, widen: float, most: int
 ) -> None:
-    guess = Guess(tokens, low, high, 0)
+    guess = Guess(tokens, low, high, median, 0)
     for bound in (most, math.inf):
         got = calibrated(guess, widen, bound)
         assert 0 <= got.low <= got.tokens <= got.high
         assert got.high <= bound
+        assert got.median == min(median, bound)
 
 
 def test_without_calibration_the_interval_is_all_that_may_be() -> None:
-    got = calibrated(Guess(10, 5, 20, 1), math.inf, 64)
-    assert (got.low, got.tokens, got.high) == (0, 10, 64)
-    assert calibrated(Guess(10, 5, 20, 1), math.inf, math.inf).high == math.inf
+    got = calibrated(Guess(10, 5, 20, 8, 1), math.inf, 64)
+    assert (got.low, got.tokens, got.high, got.median) == (0, 10, 64, 8)
+    assert calibrated(Guess(10, 5, 20, 8, 1), math.inf, math.inf).high == math.inf
 
 
 def test_too_few_samples_calibrate_nothing() -> None:
-    guesses = [Guess(10, 5, 20, 1)] * 9
+    guesses = [Guess(10, 5, 20, 8, 1)] * 9
     assert margin(guesses[:8], [10] * 8, 0.9) == math.inf
     assert margin(guesses, [10] * 9, 0.9) < 0
 
@@ -59,7 +67,7 @@ def test_intervals_hold_nine_lengths_in_ten_however_wrong_they_were(
     def draw(number: int) -> tuple[list[Guess], list[int]]:
         centres = [rng.uniform(20, 500) for _ in range(number)]
         low, high = quantiles
-        guesses = [Guess(math.sqrt(low * high) * c, low * c, high * c, 0) for c in centres]
+        guesses = [Guess(math.sqrt(low * high) * c, low * c, high * c, c, 0) for c in centres]
         return guesses, [round(c * rng.lognormvariate(0, 0.4)) for c in centres]
 
     held = []

@@ -48,7 +48,7 @@ class Always:
         self.tokens = tokens
 
     def guess(self, features: np.ndarray, most: float = math.inf) -> Guess:
-        return Guess(self.tokens, self.tokens / 2, self.tokens * 2, 0)
+        return Guess(self.tokens, self.tokens / 2, self.tokens * 2, self.tokens, 0)
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {}

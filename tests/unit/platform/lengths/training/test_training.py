@@ -54,6 +54,7 @@ def test_a_leaf_knows_the_mean_and_spread_of_its_lengths() -> None:
     guess = fit.fit("input length", rows, tokens).guess(rows[0])
     assert guess.tokens == pytest.approx(79.5)
     assert guess.low == pytest.approx(160 / 16, abs=1)
+    assert guess.median == pytest.approx(160 / 2, abs=160 / 16)
     assert guess.high == pytest.approx(160 * 15 / 16, abs=1)
 
 
@@ -72,6 +73,7 @@ def test_a_classifier_gives_the_odds_that_scikit_learn_gives(most: int) -> None:
         guess = made.guess(row)
         assert 0 <= guess.low <= guess.high <= EDGES[-1]
         assert guess.low <= guess.tokens <= guess.high
+        assert guess.low <= guess.median <= guess.high
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,13 +84,16 @@ def test_lengths_that_are_all_alike_can_be_learnt(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["magnus", "uellm", "input length"])
-def test_a_bounded_prediction_is_the_mean_of_bounded_lengths(kind: str) -> None:
+def test_a_bounded_prediction_is_the_mean_and_median_of_bounded_lengths(kind: str) -> None:
     tokens = rows_and_tokens()[1]
     head = fit.fit(kind, np.zeros((len(tokens), 1), np.float32), tokens)
     for most in (5, 40, 64, 100, 200, 5000):
-        got = head.guess(np.zeros(1, np.float32), most).tokens
-        assert got <= most
-        assert got == pytest.approx(np.minimum(tokens, most).mean(), rel=0.08)
+        got = head.guess(np.zeros(1, np.float32), most)
+        bounded = np.minimum(tokens, most)
+        assert got.tokens <= most
+        assert got.tokens == pytest.approx(bounded.mean(), rel=0.08)
+        assert got.median <= most
+        assert got.median == pytest.approx(np.median(bounded), rel=0.15)
 
 
 @pytest.mark.parametrize("kind", KINDS)
