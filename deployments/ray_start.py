@@ -44,6 +44,8 @@ from loomserve.platform.run.shared_memory import RunMemory, watch_memory
 # One machine is all there is, so all that talks to itself stays on it, wherever the server listens.
 _OWN_ADDRESS = "127.0.0.1"
 _LOOK_S = 0.5
+_DAEMONS = frozenset({"gcs_server", "raylet"})
+"""Processes of a Ray of one machine without which nothing goes on, and which Ray starts once."""
 # A raylet that has just joined is not known to all parts of Ray at once.
 _OWN_NODE_TIMEOUT_S = 20.0
 # A command that was told to end may still be ending.
@@ -73,6 +75,10 @@ class PlatformRay(Protocol):
             StartError: a process of the platform listens where others reach it.
         """
 
+    def lost(self) -> str | None:
+        """A process that this command started, without which nothing goes on, and which has ended;
+        None: there is none."""
+
     def delete_platform(self) -> None:
         """End what is deployed, once running requests have finished."""
 
@@ -93,6 +99,7 @@ class OwnRay:
         self._guard: subprocess.Popen[bytes] | None = None
         self._forks: subprocess.Popen[bytes] | None = None
         self._others = set[psutil.Process]()
+        self._daemons: dict[str, psutil.Process] = {}
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -110,11 +117,16 @@ class OwnRay:
             raise StartError(
                 f"Ray did not start: {error} If the machine is busy, try again when it is less so."
             ) from error
+        mine = psutil.Process().children()
+        self._daemons = {name: each for each in mine if (name := each.name()) in _DAEMONS}
         memory = RunMemory(run.memory)
         threading.Thread(target=watch_memory, args=(memory, self._ended), daemon=True).start()
 
     def make_room(self) -> None:
         """A Ray of its own has nothing yet."""
+
+    def lost(self) -> str | None:
+        return next((name for name, each in self._daemons.items() if _has_ended(each)), None)
 
     def delete_platform(self) -> None:
         from ray import serve
@@ -140,6 +152,13 @@ class OwnRay:
         self._ended.set()
         if self._run is not None:
             end_run(self._run, children=psutil.Process().children(recursive=True))
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def init_own_ray(run: RunFolder, resources: Mapping[str, float]) -> None:
@@ -200,6 +219,10 @@ class JoinedRay:
             _delete_ours()
         _stop_stores()
         self._has_room = True
+
+    def lost(self) -> str | None:
+        """``loomserve node`` starts the cluster's own anew."""
+        return None
 
     def delete_platform(self) -> None:
         from ray import serve

@@ -5,6 +5,7 @@
     LoomserveError
     ├── ConfigError                      refuse to start: the user must change the config
     ├── StartError                       refuse to start: the machine cannot do what the config asks
+    ├── RayEnded                         stop serving: what all runs on has ended by itself
     └── RequestError                     answered to the client
         ├── BadRequest            400    fix your request
         │   ├── ContextTooLong    400
@@ -44,6 +45,10 @@ class ConfigError(LoomserveError):
 
 class StartError(LoomserveError):
     """The machine cannot start what the configuration asks for: port, memory, compiler, network."""
+
+
+class RayEnded(LoomserveError):
+    """A process of Ray's without which nothing goes on has ended, though nobody ended it here."""
 
 
 class RequestError(LoomserveError):

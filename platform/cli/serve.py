@@ -27,7 +27,7 @@ from loomserve.deployments.planning import (
 from loomserve.deployments.ray_start import platform_ray
 from loomserve.kvstore.server.options import StoreOptions, arena_path, left_behind
 from loomserve.platform.access.given_hashes import with_given_hashes
-from loomserve.platform.base.errors import StartError
+from loomserve.platform.base.errors import RayEnded, StartError
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.folder import BatchFolder, batch_folder
 from loomserve.platform.cli.admin_token import with_admin_token
@@ -238,15 +238,27 @@ class Platform:
 
         return session_folder() / "logs" / "serve"
 
+    def lost(self) -> str | None:
+        """A process of Ray's that has ended, so that nothing goes on; None: there is none."""
+        return self._ray.lost()
+
     def stop(self) -> None:
         """Let running requests finish, then end every process that the platform has."""
         with _silence():
             try:
-                self._ray.delete_platform()
-                if self._store is not None:
-                    stop_store(self._store)
+                # Calls of Ray's may wait forever for a raylet that is gone, as when a supervisor
+                # has told all processes to end at once.
+                _do(self._delete, unless=self.lost)
             finally:
-                self._ray.end()
+                if self.lost():
+                    self._ray.kill()
+                else:
+                    self._ray.end()
+
+    def _delete(self) -> None:
+        self._ray.delete_platform()
+        if self._store is not None:
+            stop_store(self._store)
 
     def kill(self) -> None:
         """End at once what this command has started."""
@@ -274,7 +286,12 @@ def _silence() -> Iterator[None]:
 
 
 def run(config: Config, base: Path, say: Say) -> None:
-    """Serve until SIGINT or SIGTERM."""
+    """Serve until SIGINT or SIGTERM.
+
+    Raises:
+        StartError: it cannot be started.
+        RayEnded: it cannot go on.
+    """
     # All that the platform writes is for its user: logs, sockets, what libraries cache.
     os.umask(0o077)
     config = with_absolute_files(config, base)
@@ -309,30 +326,41 @@ def run(config: Config, base: Path, say: Say) -> None:
             where = ", ".join(model.devices[:used])
             say(f"loading {model.name} on {where}")
         platform.start(placed, replicas)
-        _until_ready_or(stopped, platform, say)
-        if not stopped.is_set():
+        _do(lambda: platform.wait_ready(say), unless=lambda: stopped.is_set() or platform.lost())
+        if not (stopped.is_set() or platform.lost()):
             _greet(config, say)
-        stopped.wait()
+        while not stopped.wait(_POLL_S):
+            _check_ray(platform)
     finally:
-        say("stopping: running requests may finish (Ctrl-C again to cut them)")
+        if not platform.lost():
+            say("stopping: running requests may finish (Ctrl-C again to cut them)")
         platform.stop()
         say("stopped")
 
 
-def _until_ready_or(stopped: threading.Event, platform: Platform, say: Say) -> None:
+def _check_ray(platform: Platform) -> None:
+    if lost := platform.lost():
+        raise RayEnded(
+            f"Ray's {lost} has ended, so that nothing is served any more. If it was killed for "
+            f"want of memory, dmesg says so; else see {platform.log_folder.parent}. Start again"
+        )
+
+
+def _do(work: Callable[[], None], unless: Callable[[], object]) -> None:
+    """Do it, but go on without it as soon as ``unless`` says something."""
     failure: list[BaseException] = []
 
-    def wait() -> None:
+    def doing() -> None:
         try:
-            platform.wait_ready(say)
+            work()
         except BaseException as error:
             failure.append(error)
 
-    waiting = threading.Thread(target=wait, daemon=True)
-    waiting.start()
-    while waiting.is_alive() and not stopped.is_set():
-        waiting.join(0.2)
-    if failure and not stopped.is_set():
+    thread = threading.Thread(target=doing, daemon=True)
+    thread.start()
+    while thread.is_alive() and not unless():
+        thread.join(0.2)
+    if failure and not unless():
         raise failure[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -143,6 +144,32 @@ def test_nothing_is_left_of_a_command_that_was_ended(how: signal.Signals, tmp_pa
         with started(config, lambda process: len(process.children(recursive=True)) > 3):
             assert {path.name for path in memory if path.exists()} <= {"arena"}
     assert [path for path in memory if path.exists()] == []
+
+
+@pytest.mark.parametrize("daemon", ["gcs_server", "raylet"])
+def test_a_command_whose_ray_has_ended_says_so_and_ends(daemon: str, tmp_path: Path) -> None:
+    config, port = write_config(tmp_path)
+    with started(config, ready(port)) as command:
+        children = command.children(recursive=True)
+        (run,) = {run_of(child) for child in children} - {None}
+        (killed,) = (child for child in children if child.name() == daemon)
+        killed.kill()
+        assert command.wait(ENDED_S) == 2
+        assert psutil.wait_procs(children, timeout=ENDED_S)[1] == []
+    assert of_run(run) == []
+    said = (tmp_path / "serve.log").read_text()
+    assert f"Ray's {daemon} has ended" in said
+    assert "requests may finish" not in said
+
+
+def test_a_signal_to_all_processes_at_once_ends_them(tmp_path: Path) -> None:
+    config, port = write_config(tmp_path)
+    with started(config, ready(port)) as command:
+        children = command.children(recursive=True)
+        (run,) = {run_of(child) for child in children} - {None}
+        os.killpg(command.pid, signal.SIGTERM)
+        assert psutil.wait_procs([command, *children], timeout=STOPPED_S)[1] == []
+    assert of_run(run) == []
 
 
 def test_a_replica_killed_while_it_starts_leaves_no_engine(tmp_path: Path) -> None:
