@@ -247,8 +247,9 @@ class Platform:
         with _silence():
             try:
                 # Calls of Ray's may wait forever for a raylet that is gone, as when a supervisor
-                # has told all processes to end at once.
-                _do(self._delete, unless=self.lost)
+                # has told all processes to end at once; others would start another Ray.
+                if not self.lost():
+                    _do(self._delete, unless=self.lost)
             finally:
                 if self.lost():
                     self._ray.kill()
