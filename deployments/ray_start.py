@@ -27,6 +27,7 @@ from loomserve.platform.config import Config
 from loomserve.platform.devices.gpus import vllm_is_for
 from loomserve.platform.engine.process.forking import start_fork_server
 from loomserve.platform.fleet.messages import is_ours
+from loomserve.platform.nodes.reaping import has_ended
 from loomserve.platform.nodes.resources import STATE, name_in, offered_by_devices
 from loomserve.platform.nodes.token import read_token, token_path
 from loomserve.platform.run.folder import RunFolder
@@ -126,7 +127,7 @@ class OwnRay:
         """A Ray of its own has nothing yet."""
 
     def lost(self) -> str | None:
-        return next((name for name, each in self._daemons.items() if _has_ended(each)), None)
+        return next((name for name, each in self._daemons.items() if has_ended(each)), None)
 
     def delete_platform(self) -> None:
         from ray import serve
@@ -152,13 +153,6 @@ class OwnRay:
         self._ended.set()
         if self._run is not None:
             end_run(self._run, children=psutil.Process().children(recursive=True))
-
-
-def _has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def init_own_ray(run: RunFolder, resources: Mapping[str, float]) -> None:

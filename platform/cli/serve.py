@@ -248,8 +248,7 @@ class Platform:
             try:
                 # Calls of Ray's may wait forever for a raylet that is gone, as when a supervisor
                 # has told all processes to end at once; others would start another Ray.
-                if not self.lost():
-                    _do(self._delete, unless=self.lost)
+                _do(self._delete, unless=self.lost)
             finally:
                 if self.lost():
                     self._ray.kill()
@@ -348,7 +347,9 @@ def _check_ray(platform: Platform) -> None:
 
 
 def _do(work: Callable[[], None], unless: Callable[[], object]) -> None:
-    """Do it, but go on without it as soon as ``unless`` says something."""
+    """Do it, but go on without it as soon as ``unless`` says something, or do not begin."""
+    if unless():
+        return
     failure: list[BaseException] = []
 
     def doing() -> None:

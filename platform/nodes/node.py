@@ -18,7 +18,7 @@ import psutil
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.devices.gpus import gpus_here
-from loomserve.platform.nodes.reaping import adopt_orphans, reap_orphans
+from loomserve.platform.nodes.reaping import adopt_orphans, has_ended, reap_orphans
 from loomserve.platform.nodes.resources import offered
 from loomserve.platform.run.folder import RunFolder
 from loomserve.platform.run.guard import start_guard
@@ -131,7 +131,7 @@ class SupervisedNode:
             # Ray's command goes on without its raylet, when that was told to leave the cluster, and
             # waits for one that has ended as it started.
             raylet = raylet or _raylet_of(node.pid)
-            if raylet is not None and _has_ended(raylet):
+            if raylet is not None and has_ended(raylet):
                 break
             if not told and _STARTED in log.read_text(errors="replace"):
                 told = True
@@ -164,14 +164,6 @@ def _raylet_of(pid: int) -> psutil.Process | None:
     with contextlib.suppress(psutil.Error):
         return next((one for one in psutil.Process(pid).children() if one.name() == "raylet"), None)
     return None
-
-
-def _has_ended(process: psutil.Process) -> bool:
-    """Also if whoever started it has not noticed."""
-    try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 def start_command(options: NodeOptions, temporary: Path) -> list[str]:

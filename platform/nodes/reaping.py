@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 
+import psutil
+
 _SET_CHILD_SUBREAPER = 36
 
 
@@ -28,3 +30,11 @@ def reap_orphans(own: set[int]) -> None:
         if ended is None or ended.si_pid in own:
             return
         os.waitpid(ended.si_pid, 0)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Also if whoever started it has not noticed."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
