@@ -55,7 +55,7 @@ def test_loads_come_with_outputs_after_these_were_taken() -> None:
         await until(lambda: len(scene.loads) == 2)
         # Whoever hears of a load has been told who is not in it any more.
         assert [each.request_id for each, _ in scene.left] == ["one"]
-        assert scene.got["two"] == [0, 1]
+        await until(lambda: scene.got["two"] == [0, 1])
 
     played(play)
 
