@@ -240,11 +240,11 @@ def test_a_store_in_a_folder_that_others_can_enter_says_so_and_leaves_its_proces
 ) -> None:
     options.folder.mkdir(mode=0o755)
     program = (
-        "import json, sys, time; from loomserve.kvstore.server import actor; actor._RETRY_S = 0.5;"
+        "import json, sys, time; from loomserve.kvstore.server import actor; actor._RETRY_S = 2.0;"
         "print(actor.StoreActor(json.loads(sys.argv[1])).problem(), flush=True); time.sleep(60)"
     )
     child = subprocess.run(
-        [sys.executable, "-c", program, options.model_dump_json()], capture_output=True, timeout=30
+        [sys.executable, "-c", program, options.model_dump_json()], capture_output=True, timeout=90
     )
     assert child.returncode == 1
     assert f"{options.folder} must be a folder of nobody but you" in child.stdout.decode()
