@@ -1,10 +1,14 @@
-"""What would fair queues gain if they knew how long each answer is going to be? A simulation.
+"""What would queues gain that know how long each answer is going to be, or that need not know?
 
-The requests and the memory of :mod:`benchmarks.adaptive`, in the simulator of the engine's own
-policies (:mod:`loomserve.platform.scheduling.simulator`), whose decisions and copies cost nothing:
-no predictor can do better than these arms, which are told each answer's length. Stock vLLM is the
-baseline: first come, first served, computing again what it preempts. A step takes so many
-milliseconds, and so many more for each token in it (``--costs``).
+A simulation. The requests and the memory of :mod:`benchmarks.adaptive`, in the simulator of the
+engine's own policies (:mod:`loomserve.platform.scheduling.simulator`), whose decisions and copies
+cost nothing: no predictor can do better than the arms that are told each answer's length. Stock
+vLLM is the baseline: first come, first served, computing again what it preempts. A step takes so
+many milliseconds, and so many more for each token in it (``--costs``).
+
+``feedback`` needs no lengths: whoever has had the least goes first (a multi-level feedback queue,
+as in FastServe: Wu et al., 2023). ``feedback_at_once`` starts whoever fits just now, so that
+whoever has had more makes way for who comes.
 
 ``--data FOLDER`` takes lengths from there, as :mod:`benchmarks.adaptive` does. The last line of the
 output is one JSON object, also written to ``benchmarks/results``.
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +31,7 @@ from benchmarks.adaptive_engine import STEP_TOKENS, Length
 from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS
 from benchmarks.result_files import machine, publish, said_by
 from loomserve.platform.scheduling.policy.expected import Expected
+from loomserve.platform.scheduling.policy.queue import QueuedRequest
 from loomserve.platform.scheduling.simulator import (
     Costs,
     Limits,
@@ -48,12 +54,23 @@ class SimulatedArm:
     knows: bool = False
 
 
+FIRST_LEVEL_TOKENS = 32
+"""Of prompt and answer; each level has twice those of the one before."""
+
+
+def feedback(request: QueuedRequest, now: float) -> float:
+    """By level, and within one by arrival."""
+    return -max(0.0, math.floor(math.log2(request.tokens / FIRST_LEVEL_TOKENS)) + 1)
+
+
 STOCK = "recompute"
 ARMS = {
     STOCK: SimulatedArm(Policies()),
     "adaptive_fcfs": SimulatedArm(Policies("fcfs", "adaptive")),
     "fair_known": SimulatedArm(Policies("fair", "adaptive"), knows=True),
     "sjf_known": SimulatedArm(Policies("sjf", "adaptive"), knows=True),
+    "feedback": SimulatedArm(Policies(feedback, "adaptive")),
+    "feedback_at_once": SimulatedArm(Policies(feedback, "adaptive", peak_admission=False)),
 }
 
 

@@ -25,7 +25,7 @@ from loomserve.platform.scheduling.policy.admission import (
 from loomserve.platform.scheduling.policy.expected import Expected
 from loomserve.platform.scheduling.policy.peak import Growing, PastAnswers, fitting
 from loomserve.platform.scheduling.policy.preemption import PREEMPTIONS, PreemptionMode, Victim
-from loomserve.platform.scheduling.policy.queue import QUEUES, QueuedRequest
+from loomserve.platform.scheduling.policy.queue import QUEUES, Priority, QueuedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """Names of the policies that an engine uses."""
+    """Names of the policies that an engine uses; a queue may be one that no engine has."""
 
-    queue: str = "fcfs"
+    queue: str | Priority = "fcfs"
     preemption: str = "recompute"
     chunked_recompute: bool = True
     peak_admission: bool = True
@@ -210,7 +210,8 @@ class Simulator:
         self._limits = limits
         self._policies = policies
         self._costs = costs
-        self._priority = QUEUES[policies.queue]
+        queue = policies.queue
+        self._priority = QUEUES[queue] if isinstance(queue, str) else queue
         self._coming = deque(
             sorted(map(_Progress, requests), key=lambda one: one.request.arrived_s)
         )

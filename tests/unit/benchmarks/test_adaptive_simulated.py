@@ -7,7 +7,8 @@ import random
 import pytest
 
 from benchmarks.adaptive_engine import Length
-from benchmarks.adaptive_simulated import StepCost, compared
+from benchmarks.adaptive_simulated import StepCost, compared, feedback
+from loomserve.platform.scheduling.policy.queue import QueuedRequest
 
 COST = StepCost.parse("12:0.6")
 
@@ -19,6 +20,18 @@ def lengths(answers: list[int]) -> list[Length]:
 def test_a_cost_is_of_a_step_and_of_its_tokens() -> None:
     assert StepCost(12.0, 0.6) == COST
     assert COST.recompute_s(100) == pytest.approx(0.072)
+
+
+def test_who_has_had_less_comes_first_by_levels_that_double() -> None:
+    priorities = [feedback(QueuedRequest(0.0, tokens, 9), 5.0) for tokens in (1, 31, 32, 63, 64)]
+    assert priorities == [0, 0, -1, -1, -2]
+
+
+def test_who_makes_way_for_who_comes_starts_sooner_and_costs_throughput() -> None:
+    over = compared(lengths(random.Random(1).choices([4, 60], k=300)), 64, COST)
+    at_once, first_come = over["feedback_at_once"], over["adaptive_fcfs"]
+    assert at_once["weighted_turnaround"] < 0.9 * first_come["weighted_turnaround"]
+    assert at_once["throughput"] < 0.9 * first_come["throughput"]
 
 
 def test_who_knows_lengths_waits_less_where_they_differ() -> None:
