@@ -439,6 +439,7 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
     "weave_budgets": weave_budgets,
     "lent_share": lent_share,
     "prefix": prefix,
+    "prefix_pairs": prefix,
     "documents": documents,
     "rebalance": rebalance,
     "rebalance_replicas": rebalance_replicas,

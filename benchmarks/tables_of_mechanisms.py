@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.report import Spread
 from benchmarks.result_files import Result, cited
-from benchmarks.table_text import counted_runs, figure, number, spread, with_head
+from benchmarks.table_text import counted_runs, figure, number, spread, table, with_head
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -211,25 +211,35 @@ def front_end(result: Result) -> str:
 
 
 def adaptive_simulated(result: Result) -> str:
-    """What queues would gain over stock vLLM by knowing all lengths."""
-    arms = {"adaptive_fcfs": "first come", "fair_known": "fair", "sjf_known": "shortest first"}
-    figures = {"throughput": "throughput", "weighted_turnaround": "weighted turnaround"}
-    rows = [
-        [
-            f"{point['lengths']}, {point['max_output']}",
-            f"{100 * point['cut_share']:.0f} %",
-            f"{point['step_ms']:g} + {point['token_ms']:g}",
-            *(number(point["over_stock"][arm][of], 3) for of in figures for arm in arms),
+    """What queues would gain over stock vLLM by knowing all lengths, and what without."""
+
+    def rows(arms: Mapping[str, str], figures: Mapping[str, str]) -> str:
+        head = [
+            "requests, answers of at most",
+            "cut off",
+            "ms a step, a token",
+            *(f"{what}: {arm}" for what in figures.values() for arm in arms.values()),
         ]
-        for point in result.data["points"]
-    ]
-    head = [
-        "requests, answers of at most",
-        "cut off",
-        "ms a step, a token",
-        *(f"{what}: {arm}" for what in figures.values() for arm in arms.values()),
-    ]
-    return with_head(f"n = {result.setup['requests']} requests each.", head, rows)
+        made = [
+            [
+                f"{point['lengths']}, {point['max_output']}",
+                f"{100 * point['cut_share']:.0f} %",
+                f"{point['step_ms']:g} + {point['token_ms']:g}",
+                *(number(point["over_stock"][arm][of], 3) for of in figures for arm in arms),
+            ]
+            for point in result.data["points"]
+        ]
+        return table(head, made)
+
+    both = {"throughput": "throughput", "weighted_turnaround": "weighted turnaround"}
+    first = {"adaptive_fcfs": "first come"}
+    known = rows({**first, "fair_known": "fair", "sjf_known": "shortest first"}, both)
+    without = rows(
+        {**first, "feedback": "feedback", "feedback_at_once": "feedback, at once"},
+        {**both, "turnaround": "turnaround"},
+    )
+    asked = f"n = {result.setup['requests']} requests each."
+    return f"{asked} Lengths known:\n\n{known}\n\nNot known:\n\n{without}"
 
 
 def ring(result: Result) -> str:
