@@ -26,7 +26,7 @@ from loomserve.platform.devices.memory import (
     plan_replicas,
     platform_bytes,
 )
-from loomserve.platform.lengths.stored import check_predictor
+from loomserve.platform.lengths.stored import prepare_predictor
 from loomserve.platform.models import catalog
 from loomserve.platform.placement import model_files
 from loomserve.platform.placement.by_itself import Placed, leaves_something
@@ -45,10 +45,10 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
     """
     weights: dict[str, int] = {}
     for offline in config.offline_models:
-        check_predictor(offline)
+        prepare_predictor(offline)
     gpus = gpus_of(config.devices)
     for model in config.models:
-        check_predictor(model)
+        prepare_predictor(model)
         path = catalog.resolve(model.source, base, progress=say, revision=model.revision)
         on_gpus = is_on_gpus(model, gpus)
         weights[model.name] = model_files.held_bytes(path, model, on_gpus=on_gpus)

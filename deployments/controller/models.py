@@ -25,7 +25,7 @@ from loomserve.platform.fleet.messages import (
     devices_with_replicas,
     model_app,
 )
-from loomserve.platform.lengths.stored import check_predictor
+from loomserve.platform.lengths.stored import prepare_predictor
 from loomserve.platform.placement.by_itself import placed_late
 from loomserve.platform.scheduling.options import scheduler_options
 from loomserve.platform.state import ModelState, Presence
@@ -129,7 +129,7 @@ class ModelLifecycle:
         }
         try:
             Config.model_validate(self._config.model_copy(update=changed).model_dump())
-            await asyncio.to_thread(check_predictor, model)
+            await asyncio.to_thread(prepare_predictor, model)
         except (ValueError, ConfigError) as error:
             raise BadRequest(str(error)) from None
         configured = {known.name: known.kvstore_quota for known in self._config.models}

@@ -147,7 +147,7 @@ class ClientEndpoint:
             content=request.with_hints(deadline=deadline, expected=expected),
             request_id=state["request_id"],
             expected_tokens=expected.tokens if expected else None,
-            median_tokens=predicted.prediction.median if predicted else None,
+            median_tokens=predicted.median if predicted else None,
             refuse_after=deadline if key is not None and key.refuse_late else None,
             usage=usage,
             trace=state.get("trace"),

@@ -93,6 +93,8 @@ def _predicted(predictor: StoredPredictor, body: Mapping[str, object]) -> LineLe
     if query is None:
         return None
     predicted = predictor.predict(query)
+    if predicted is None:
+        return None
     return LineLength(query.input_tokens, predicted.tokens, predicted.high)
 
 

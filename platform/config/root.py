@@ -242,7 +242,13 @@ class Config(Section):
         for place, model in models:
             if model.lengths is None:
                 continue
-            name = model.lengths.predictor
+            name = model.lengths.name_for(model.name)
+            if model.lengths.predictor is None and isinstance(model, OfflineModel):
+                raise FieldError(
+                    f"name one: nothing is learnt from what the offline model {model.name!r} "
+                    "answers, so run loomserve lengths train",
+                    *(*place, "lengths", "predictor"),
+                )
             if name in predictors:
                 raise FieldError(
                     f"models {predictors[name]!r} and {model.name!r} both name it: answers of two "

@@ -62,7 +62,7 @@ class FleetViews:
                 ),
                 default=0.0,
             ),
-            predictor=model.lengths.predictor if model.lengths else None,
+            predictor=model.lengths.name_for(model.name) if model.lengths else None,
             router=model.router,
             front_end=next(
                 (each.heartbeat.front_end for each in reachable),
@@ -123,7 +123,7 @@ class FleetViews:
         model = record.model
         return ModelEngines(
             max_model_len=self.registry.max_model_len(model.name, now),
-            predictor=model.lengths.predictor if model.lengths else None,
+            predictor=model.lengths.name_for(model.name) if model.lengths else None,
             replicas=() if record.unload_deadline else self.registry.live_replicas(model.name, now),
             on_demand=record.on_demand and record.unload_deadline is None,
         )

@@ -29,15 +29,23 @@ _LIMIT_S = 0.03
 
 @dataclass(frozen=True)
 class Predicted:
-    """A prediction, with the predictor and the query that are needed to learn from the answer."""
+    """A prediction, with the predictor and the query that are needed to learn from the answer.
+
+    It has none as long as the predictor has not learnt anything.
+    """
 
     predictor: StoredPredictor
     query: LengthQuery
-    prediction: Prediction
+    prediction: Prediction | None
 
     @property
-    def expected(self) -> Expected:
-        return Expected(self.prediction.tokens, self.prediction.high)
+    def expected(self) -> Expected | None:
+        made = self.prediction
+        return None if made is None else Expected(made.tokens, made.high)
+
+    @property
+    def median(self) -> float | None:
+        return None if self.prediction is None else self.prediction.median
 
 
 class LengthPredictions:
@@ -88,7 +96,8 @@ class LengthPredictions:
             self._metrics.length_predicted(model, "failed")
             return None
         if predicted is not None:
-            self._metrics.length_predicted(model, "made")
+            outcome = "untrained" if predicted.prediction is None else "made"
+            self._metrics.length_predicted(model, outcome)
         return predicted
 
     def ended(self, model: str, predicted: Predicted, tokens: int, key: str) -> None:
@@ -96,7 +105,8 @@ class LengthPredictions:
 
         ``key``: name of the API key that asked; empty where none is needed.
         """
-        self._metrics.length_observed(model, abs(predicted.prediction.tokens - tokens))
+        if predicted.prediction is not None:
+            self._metrics.length_observed(model, abs(predicted.prediction.tokens - tokens))
         predicted.predictor.observe(predicted.query, predicted.prediction, tokens, key)
 
     def close(self) -> None:
@@ -115,7 +125,7 @@ class LengthPredictions:
             return
         self._open[model] = predictor
         if not predictor.start():
-            _log.warning("length predictor %s does not learn here: another platform does", name)
+            _log.warning("length predictor %s learns elsewhere: here it follows", name)
 
     def _forget(self, model: str) -> None:
         del self._names[model]

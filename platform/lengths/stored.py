@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +15,13 @@ from loomserve.platform.config import Model, OfflineModel
 from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
 from loomserve.platform.lengths.predict.prediction import LengthQuery, Prediction
 from loomserve.platform.lengths.training.learner import Learner
+from loomserve.platform.lengths.training.untrained import untrained
 from loomserve.platform.lengths.training.versions import PredictorVersions
+from loomserve.platform.models import catalog
 
 _EMBEDDINGS = "embeddings"
+_EMBEDDINGS_OF = "demo"
+"""The model whose embeddings one reads that nobody has trained."""
 
 
 def folder_of(name: str) -> Path:
@@ -46,17 +52,21 @@ class StoredPredictor:
         """Number of tokens of a text, by the tokenizer that the predictor was trained with."""
         return self.embeddings.tokens(text)
 
-    def predict(self, query: LengthQuery) -> Prediction:
+    def predict(self, query: LengthQuery) -> Prediction | None:
+        """None: it has not learnt anything yet."""
         return self.learner.predict(query)
 
-    def observe(self, query: LengthQuery, prediction: Prediction, tokens: int, key: str) -> None:
+    def observe(
+        self, query: LengthQuery, prediction: Prediction | None, tokens: int, key: str
+    ) -> None:
         self.learner.observe(query, prediction, tokens, key)
 
     def start(self) -> bool:
-        """Start to learn in the background; False: another process learns for this predictor."""
+        """Start to learn in the background; False: another process does, which this one follows."""
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
+            self.learner.follow()
             return False
         self.learner.start()
         return True
@@ -91,14 +101,53 @@ def open_predictor(name: str) -> StoredPredictor:
     return StoredPredictor(Learner(versions, version, embeddings), embeddings, lock)
 
 
+def begin_untrained(name: str) -> None:
+    """Begin a predictor that has yet to learn everything, unless there is one of the name.
+
+    Raises:
+        ConfigError: the model whose embeddings it reads cannot be had.
+    """
+    folder = folder_of(name)
+    versions = PredictorVersions(folder)
+    if versions.current() is not None:
+        return
+    model = catalog.resolve(_EMBEDDINGS_OF, Path())
+    assert isinstance(model, Path)
+    folder.mkdir(parents=True, exist_ok=True)
+    remember_embeddings(folder, model)
+    versions.publish(*untrained(TokenEmbeddings(model)))
+
+
+def prepare_predictor(model: Model | OfflineModel) -> None:
+    """Begin the model's predictor if it needs no training, and check it.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    if model.lengths is not None and model.lengths.predictor is None:
+        with _of_model(model):
+            begin_untrained(model.lengths.name_for(model.name))
+    check_predictor(model)
+
+
 def check_predictor(model: Model | OfflineModel) -> None:
     """
     Raises:
         ConfigError: the model names a predictor that cannot be used.
     """
-    if model.lengths is None:
+    lengths = model.lengths
+    if lengths is None:
         return
+    with _of_model(model):
+        name = lengths.name_for(model.name)
+        # One that needs no training is made when the model is loaded.
+        if lengths.predictor is not None or PredictorVersions(folder_of(name)).current():
+            open_predictor(name)
+
+
+@contextmanager
+def _of_model(model: Model | OfflineModel) -> Iterator[None]:
     try:
-        open_predictor(model.lengths.predictor)
+        yield
     except ConfigError as error:
         raise ConfigError(f"lengths.predictor of model {model.name!r}: {error}") from None

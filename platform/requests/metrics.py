@@ -138,7 +138,7 @@ class GatewayMetrics:
         self._model(model).client_disconnects.inc()
 
     def length_predicted(self, model: str, outcome: str) -> None:
-        """Count a prediction by its outcome: ``made``, too ``late``, or ``failed``."""
+        """Count a prediction by outcome: ``made``, too ``late``, ``failed``, or ``untrained``."""
         self._model(model).length_predictions[outcome].inc()
 
     def length_observed(self, model: str, error_tokens: float) -> None:
@@ -255,7 +255,7 @@ class _ModelMetrics:
         }
         self.length_predictions = {
             outcome: families.length_predictions.labels(model, outcome)
-            for outcome in ("made", "late", "failed")
+            for outcome in ("made", "late", "failed", "untrained")
         }
         self.length_observed = families.length_observed.labels(model)
         self.length_error = families.length_error.labels(model)

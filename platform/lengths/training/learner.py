@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -55,18 +56,18 @@ class Learner:
         self._lessons = Lessons(clock())
         self._ended = EndedRequests[tuple[LengthQuery, float, int]](_WAITING, learning.FEWEST)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lengths", daemon=True)
         self._serve(version, _parent(versions, version))
 
     @property
     def version(self) -> int:
         return self._version.number
 
-    def predict(self, query: LengthQuery) -> Prediction:
-        return self._predictor.predict(query)
+    def predict(self, query: LengthQuery) -> Prediction | None:
+        """None: it has not learnt anything yet."""
+        return self._predictor.predict(query) if self._version.has_learnt else None
 
     def observe(
-        self, query: LengthQuery, prediction: Prediction, tokens: int, key: str = ""
+        self, query: LengthQuery, prediction: Prediction | None, tokens: int, key: str = ""
     ) -> None:
         """Record that the answer had ``tokens`` tokens. Returns at once.
 
@@ -74,11 +75,26 @@ class Learner:
         not tell the length that it would have had. ``key`` names the API key that asked, if any:
         none decides alone what is learnt for all.
         """
-        self._ended.add(key, (query, prediction.tokens, tokens))
+        predicted = math.inf if prediction is None else prediction.tokens
+        self._ended.add(key, (query, predicted, tokens))
 
     def start(self) -> None:
         """Start a thread that learns every 3 minutes until :meth:`close`."""
-        self._thread.start()
+        self._start(self._learn_on)
+
+    def follow(self) -> None:
+        """Start a thread that takes over what another process has learnt, until :meth:`close`."""
+        self._start(self._follow)
+
+    def take_over(self) -> None:
+        """Serve the version that is current on disk.
+
+        Raises:
+            ConfigError: it cannot be read, or was trained with other embeddings.
+        """
+        version = self._versions.current()
+        if version is not None and version.number != self.version:
+            self._serve(version, None)
 
     def close(self) -> None:
         """Stop learning, without waiting for a training that is under way."""
@@ -106,12 +122,23 @@ class Learner:
     def _head(self) -> Head:
         return self._version.fitted.head
 
-    def _run(self) -> None:
+    def _start(self, work: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=work, name="lengths", daemon=True)
+        self._thread.start()
+
+    def _learn_on(self) -> None:
         while not self._stop.wait(self._lessons.waits(self._clock())):
-            try:
-                self.learn()
-            except (LoomserveError, OSError) as error:
-                _logger.warning("length predictor %d goes on as it is: %s", self.version, error)
+            self._try(self.learn)
+
+    def _follow(self) -> None:
+        while not self._stop.wait(learning.PERIOD_S):
+            self._try(self.take_over)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (LoomserveError, OSError) as error:
+            _logger.warning("length predictor %d goes on as it is: %s", self.version, error)
 
     def _take_observed(self) -> None:
         for query, predicted, tokens in self._ended.take():

@@ -39,6 +39,11 @@ class Version:
     fitted: Fitted
     training: TrainingSet
 
+    @property
+    def has_learnt(self) -> bool:
+        """Whether it was trained on anything."""
+        return len(self.training.tokens) > 0
+
 
 class PredictorVersions:
     """Folder of a predictor's versions, which one process at a time may write.

@@ -40,17 +40,17 @@ BOB = ApiKey(name="bob", hash="sha256:" + "1" * 64)
 
 
 class Lengths:
-    """Predicts 20 tokens, or nothing."""
+    """Predicts 20 tokens, or nothing, or has not learnt anything yet."""
 
-    def __init__(self, *, predicts: bool) -> None:
-        self.predicts = predicts
+    def __init__(self, *, predicts: bool, has_learnt: bool) -> None:
+        self.predicts, self.has_learnt = predicts, has_learnt
         self.asked = 0
         self.ended_with: list[int] = []
         self.taught_by: list[str] = []
 
     async def predict(self, model: str, request: dict[str, Any]) -> Predicted | None:
         self.asked += 1
-        prediction = Prediction(20.0, 10.0, 45.0, 15.0)
+        prediction = Prediction(20.0, 10.0, 45.0, 15.0) if self.has_learnt else None
         query = LengthQuery("", "hi", 1)
         return Predicted(None, query, prediction) if self.predicts else None  # type: ignore[arg-type]
 
@@ -64,6 +64,7 @@ def asked(
     path: str = CHAT,
     *,
     predicts: bool = True,
+    has_learnt: bool = True,
     predictor: str | None = "chat-v1",
     answer: bytes = ANSWER,
     **state: Any,
@@ -79,7 +80,7 @@ def asked(
         replicas=(replica_route("r1"),),
     )  # fmt: skip
     routes: Any = SimpleNamespace(choose=lambda fields, key, preferred=None: route)
-    lengths: Any = Lengths(predicts=predicts)
+    lengths: Any = Lengths(predicts=predicts, has_learnt=has_learnt)
     engines = AnsweringEngines(in_pieces)
     registry = CollectorRegistry()
     meter = TokenMeter(KeyMetrics(registry), Path("/nowhere"))
@@ -108,6 +109,13 @@ def test_without_a_prediction_the_request_goes_on_as_it_came() -> None:
     assert request.content.encoded == json.dumps(BODY).encode()
     assert request.expected_tokens is None
     assert lengths.ended_with == []
+
+
+def test_a_predictor_that_has_not_learnt_anything_tells_nobody_and_learns() -> None:
+    request, lengths, _ = asked(has_learnt=False)
+    assert request.content.encoded == json.dumps(BODY).encode()
+    assert (request.expected_tokens, request.median_tokens) == (None, None)
+    assert lengths.ended_with == [26]
 
 
 def test_only_requests_that_generate_text_are_predicted() -> None:

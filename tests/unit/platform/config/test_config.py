@@ -448,6 +448,16 @@ def test_a_model_names_the_predictor_of_its_answers_and_no_two_share_one() -> No
         parse(named.replace("hot-v1", "../elsewhere"))
 
 
+def test_a_model_whose_predictor_needs_no_training_has_one_of_its_name() -> None:
+    named = GOOD.replace("    replicas: 2", "    replicas: 2\n    lengths: {}")
+    lengths = parse(named).models[0].lengths
+    assert lengths is not None
+    assert (lengths.predictor, lengths.name_for("org/hot")) == (None, "org--hot")
+    twice = named.replace("    kvstore_quota", "    lengths: {predictor: hot}\n    kvstore_quota")
+    with pytest.raises(ConfigError, match="models 'hot' and 'cold' both name it"):
+        parse(twice)
+
+
 def test_only_a_key_that_says_so_has_late_requests_refused() -> None:
     keys = parse(GOOD.replace("name: bob", "name: bob\n      refuse_late: true")).server.api_keys
     assert [key.refuse_late for key in keys] == [False, True]
@@ -478,6 +488,7 @@ def test_offline_models_are_read_as_written() -> None:
         ("device: core1", "device: core7", "device", "no CPU device"),
         ("device: core1", "devices: [core1]", "devices", "unknown field"),
         ("old-v1", "hot-v1", "lengths.predictor", "'hot' and 'old' both name it"),
+        ("{predictor: old-v1}", "{}", "lengths.predictor", "run loomserve lengths train"),
         ("64MiB", "0", "kv_cache_memory", "more than zero"),
     ],
 )

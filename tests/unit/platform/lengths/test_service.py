@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.config import Lengths, Model
+from loomserve.platform.lengths import stored
 from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
 from loomserve.platform.lengths.predict.prediction import LengthQuery, Prediction
 from loomserve.platform.lengths.service import LengthPredictions
@@ -21,6 +22,7 @@ from loomserve.platform.lengths.stored import (
     check_predictor,
     folder_of,
     open_predictor,
+    prepare_predictor,
     remember_embeddings,
 )
 from loomserve.platform.lengths.training.versions import PredictorVersions
@@ -37,19 +39,24 @@ class OnePredictor:
     def __init__(self) -> None:
         self.go = threading.Event()
         self.go.set()
-        self.learns = self.closed = self.broken = False
+        self.learns = self.closed = self.broken = self.untrained = False
         self.observed: list[tuple[LengthQuery, int, str]] = []
 
     def count(self, text: str) -> int:
         return len(text.split())
 
-    def predict(self, query: LengthQuery) -> Prediction:
+    def predict(self, query: LengthQuery) -> Prediction | None:
         self.go.wait(10)
         if self.broken:
             raise ValueError("no")
+        if self.untrained:
+            return None
         return Prediction(20.0, 10.0, 45.0, 15.0)
 
-    def observe(self, query: LengthQuery, prediction: Prediction, tokens: int, key: str) -> None:
+    def observe(
+        self, query: LengthQuery, prediction: Prediction | None, tokens: int, key: str
+    ) -> None:
+        assert (prediction is None) is self.untrained
         self.observed.append((query, tokens, key))
 
     def start(self) -> bool:
@@ -111,6 +118,21 @@ def test_a_prediction_is_made_and_learnt_from() -> None:
         assert gateway.counted("loomserve_length_predictions_total", outcome="made") == 1
         assert gateway.counted("loomserve_length_observed_total") == 1
         assert gateway.counted("loomserve_length_error_tokens_total") == 6
+
+    run(test)
+
+
+def test_one_that_has_not_learnt_anything_learns_and_says_nothing() -> None:
+    async def test(gateway: Gateway) -> None:
+        await gateway.serve(chat="chat-v1")
+        gateway.predictor.untrained = True
+        predicted = await gateway.lengths.predict("chat", REQUEST)
+        assert predicted is not None
+        assert (predicted.expected, predicted.median) == (None, None)
+        gateway.lengths.ended("chat", predicted, 26, "alice")
+        assert [tokens for _, tokens, _ in gateway.predictor.observed] == [26]
+        assert gateway.counted("loomserve_length_predictions_total", outcome="untrained") == 1
+        assert gateway.counted("loomserve_length_observed_total") == 0
 
     run(test)
 
@@ -210,3 +232,30 @@ def test_a_model_whose_predictor_is_missing_or_spoilt_is_told_what_to_run(traine
     with pytest.raises(ConfigError, match=r"model 'chat'.*train FILES --name unheard-of"):
         check_predictor(unknown)
     check_predictor(MODEL.model_copy(update={"lengths": None}))
+
+
+def test_a_model_without_a_trained_predictor_begins_one_of_its_own_name_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path / "home"))
+    (tmp_path / "model").mkdir()
+    embeddings = lengths_folder.make(tmp_path / "model")
+    monkeypatch.setattr(stored.catalog, "resolve", lambda source, base: embeddings)
+    model = MODEL.model_copy(update={"name": "org/chat", "lengths": Lengths()})
+    check_predictor(model)
+    assert not folder_of("org--chat").exists(), "whoever only checks makes nothing"
+    for _ in range(2):
+        prepare_predictor(model)
+    check_predictor(model)
+    opened = open_predictor("org--chat")
+    assert opened.learner.version == 1
+    assert opened.predict(LengthQuery("", "translate this", 2, 30)) is None
+    (folder_of("org--chat") / "embeddings").unlink()
+    with pytest.raises(ConfigError, match=r"model 'org/chat'.*does not say whose embeddings"):
+        check_predictor(model)
+
+
+def test_what_was_trained_under_the_models_name_is_where_it_begins(trained: Path) -> None:
+    model = MODEL.model_copy(update={"name": "chat-v1", "lengths": Lengths()})
+    prepare_predictor(model)
+    assert open_predictor("chat-v1").predict(LengthQuery("", "list this", 2)) is not None

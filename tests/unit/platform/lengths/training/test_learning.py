@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
 from loomserve.platform.lengths.predict.head import Guess, Head
+from loomserve.platform.lengths.predict.prediction import LengthQuery
 from loomserve.platform.lengths.training import fit, learning, split
 from loomserve.platform.lengths.training.learner import Learner, Trainer
 from loomserve.platform.lengths.training.learning import PERIOD_S, Lessons, ObservedLength, is_off
 from loomserve.platform.lengths.training.retrain import TrainingError
 from loomserve.platform.lengths.training.samples import Sample
+from loomserve.platform.lengths.training.untrained import untrained
 from loomserve.platform.lengths.training.versions import PredictorVersions, TrainingSet
 from tests.unit.platform.lengths import lengths_folder
 
@@ -188,11 +191,20 @@ class Served:
         self.clock = Clock()
         self.learner = Learner(versions, version, embeddings, clock=self.clock, train=train)
 
+    def untold(self, samples: list[Sample]) -> None:
+        """Serve without predictions, then learn."""
+        for sample in samples:
+            assert self.learner.predict(sample.query) is None
+            self.learner.observe(sample.query, None, sample.tokens)
+        self.clock.now += PERIOD_S
+        self.learner.learn()
+
     def period(self, samples: list[Sample]) -> tuple[float, float]:
         """Serve, then learn. Mean absolute error and coverage of the predictions made before."""
         errors, held = [], []
         for sample in samples:
             prediction = self.learner.predict(sample.query)
+            assert prediction is not None
             errors.append(abs(prediction.tokens - sample.tokens))
             held.append(prediction.low <= sample.tokens <= prediction.high)
             self.learner.observe(sample.query, prediction, sample.tokens)
@@ -307,7 +319,58 @@ def test_training_that_fails_leaves_what_serves(
     with pytest.raises(TrainingError):
         served.period(lengths_folder.samples(150, factor=3, seed=1))
     assert served.learner.version == 1
-    assert served.learner.predict(lengths_folder.samples(1)[0].query).tokens > 0
+    assert served.learner.predict(lengths_folder.samples(1)[0].query) is not None
+
+
+def two_kinds(number: int, seed: int) -> list[Sample]:
+    """Short answers to one kind of text, long ones to the other."""
+    rng = random.Random(seed)
+    made = []
+    for _ in range(number):
+        word, tokens = rng.choice((("translate", 12), ("summarise", 200)))
+        text = " ".join([word, *rng.choices(lengths_folder.WORDS[5:], k=3)])
+        made.append(Sample("", LengthQuery("", text, 4), tokens + rng.randrange(10)))
+    return made
+
+
+def test_one_that_nobody_trained_says_nothing_until_it_has_learnt(
+    tmp_path: Path, embeddings: TokenEmbeddings
+) -> None:
+    versions = PredictorVersions(tmp_path / "untrained")
+    versions.publish(*untrained(embeddings))
+    served = Served(versions, embeddings)
+    served.untold(two_kinds(30, seed=1))
+    assert served.learner.version == 1, "too few are held out to tell whether it is any good"
+    served.untold(two_kinds(150, seed=2))
+    assert served.learner.version == 2
+    error, held = served.period(two_kinds(150, seed=3))
+    assert error < 50, "half of what one length for all is off by"
+    assert held > 0.75
+
+
+def test_one_that_nobody_trained_is_read_as_it_was_written(
+    tmp_path: Path, embeddings: TokenEmbeddings
+) -> None:
+    versions = PredictorVersions(tmp_path / "untrained")
+    assert not versions.publish(*untrained(embeddings)).has_learnt
+    again = PredictorVersions(versions.folder).current()
+    assert again is not None
+    assert not again.has_learnt
+    assert (again.fitted.kind, len(again.training.weights)) == ("uellm", 0)
+
+
+def test_who_follows_serves_what_another_has_learnt(
+    versions: PredictorVersions, embeddings: TokenEmbeddings
+) -> None:
+    served, other = Served(versions, embeddings), Served(versions, embeddings)
+    other.learner.take_over()
+    assert other.learner.version == 1
+    served.period(lengths_folder.samples(150, factor=4, seed=1))
+    assert (served.learner.version, other.learner.version) == (2, 1)
+    other.learner.take_over()
+    assert other.learner.version == 2
+    query = lengths_folder.samples(1)[0].query
+    assert other.learner.predict(query) == served.learner.predict(query)
 
 
 def test_its_thread_outlives_failures_and_ends_when_it_is_closed(
