@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import httpx
@@ -11,6 +13,8 @@ import yaml
 
 from loomserve.platform.access.keys import new_key
 from loomserve.platform.base.files import replace_private
+from loomserve.platform.lengths.stored import folder_of
+from loomserve.platform.lengths.training.learning import PERIOD_S
 from tests.e2e.conftest import COLD, COLD_MODEL, Platform
 from tests.e2e.predicted import LONG, SHORT, question, story, trained
 from tests.e2e.test_admin import model_state, wait_for
@@ -120,3 +124,33 @@ def test_an_answer_that_ends_by_itself_tells_how_far_its_prediction_was_off(
     cut_off = predicted(platform, partial(ask, platform, platform.key, story(8), 2))
     assert cut_off.json()["choices"][0]["finish_reason"] == "length"
     assert told(platform, "length_observed") == observed + 1
+
+
+@pytest.fixture
+def untrained(platform: Platform) -> Iterator[None]:
+    """A predictor that has learnt nothing."""
+    shutil.rmtree(folder_of(COLD), ignore_errors=True)
+    replace_models(platform, [COLD], COLD_MODEL | {"lengths": {}})
+    yield
+    shutil.rmtree(folder_of(COLD), ignore_errors=True)
+
+
+@pytest.mark.slow  # It learns every 3 minutes.
+def test_without_training_a_model_is_predicted_once_enough_has_been_learnt(
+    platform: Platform, untrained: None
+) -> None:
+    def answered(number: int) -> bool:
+        answer = ask(platform, platform.key, question(number), MOST)
+        return bool(answer.json()["choices"][0]["finish_reason"] == "stop")
+
+    with ThreadPoolExecutor(8) as several:
+        ended = sum(several.map(answered, range(160)))
+    assert ended > 120
+    assert told(platform, "length_predictions", outcome="untrained") >= 160
+    assert told(platform, "length_predictions", outcome="made") == 0
+
+    def predicts() -> bool:
+        ask(platform, platform.key, question(1000), 1)
+        return told(platform, "length_predictions", outcome="made") > 0
+
+    wait_for(predicts, 2 * PERIOD_S)
