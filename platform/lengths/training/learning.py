@@ -41,7 +41,7 @@ class ObservedLength:
 
     Attributes:
         features: The request's features.
-        predicted: Predicted tokens of the answer.
+        predicted: Predicted tokens of the answer; infinite where nothing was predicted.
         tokens: Real tokens of the answer.
         text: Digest of the request's normalised text; equal texts are all held out, or none.
     """
