@@ -8,7 +8,8 @@ many milliseconds, and so many more for each token in it (``--costs``).
 
 ``feedback`` needs no lengths: whoever has had the least goes first (a multi-level feedback queue,
 as in FastServe: Wu et al., 2023). ``feedback_at_once`` starts whoever fits just now, so that
-whoever has had more makes way for who comes.
+whoever has had more makes way for who comes. ``fair_predicted``, with ``--predictor KIND``, is told
+what a predictor that was trained on the set's other requests expects, as in the engine.
 
 ``--data FOLDER`` takes lengths from there, as :mod:`benchmarks.adaptive` does. The last line of the
 output is one JSON object, also written to ``benchmarks/results``.
@@ -23,13 +24,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.adaptive import SETS, Lengths
 from benchmarks.adaptive_arms import BLOCKS, kv_bytes
 from benchmarks.adaptive_engine import STEP_TOKENS, Length
 from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS
 from benchmarks.result_files import machine, publish, said_by
+from loomserve.platform.lengths.predict.predictor import KINDS
 from loomserve.platform.scheduling.policy.expected import Expected
 from loomserve.platform.scheduling.policy.queue import QueuedRequest
 from loomserve.platform.scheduling.simulator import (
@@ -47,11 +49,16 @@ class SimulatedArm:
     """
     Attributes:
         policies: of its engine.
-        knows: whether it is told how long each answer is going to be.
+        told: how long each answer is going to be, what a predictor expects, or neither.
     """
 
     policies: Policies
-    knows: bool = False
+    told: Literal["length", "prediction", "nothing"] = "nothing"
+
+    def expects(self, length: Length, answer: int) -> Expected | None:
+        if self.told == "length":
+            return Expected(answer, answer)
+        return length.predicted if self.told == "prediction" else None
 
 
 FIRST_LEVEL_TOKENS = 32
@@ -67,8 +74,9 @@ STOCK = "recompute"
 ARMS = {
     STOCK: SimulatedArm(Policies()),
     "adaptive_fcfs": SimulatedArm(Policies("fcfs", "adaptive")),
-    "fair_known": SimulatedArm(Policies("fair", "adaptive"), knows=True),
-    "sjf_known": SimulatedArm(Policies("sjf", "adaptive"), knows=True),
+    "fair_known": SimulatedArm(Policies("fair", "adaptive"), "length"),
+    "sjf_known": SimulatedArm(Policies("sjf", "adaptive"), "length"),
+    "fair_predicted": SimulatedArm(Policies("fair", "adaptive"), "prediction"),
     "feedback": SimulatedArm(Policies(feedback, "adaptive")),
     "feedback_at_once": SimulatedArm(Policies(feedback, "adaptive", peak_admission=False)),
 }
@@ -114,7 +122,7 @@ def serve(arm: SimulatedArm, lengths: Sequence[Length], most: int, cost: StepCos
             prompt_tokens=length.prompt,
             output_tokens=(answer := min(length.answer, most)),
             max_tokens=most,
-            expected=Expected(answer, answer) if arm.knows else None,
+            expected=arm.expects(length, answer),
         )
         for number, length in enumerate(lengths)
     ]
@@ -138,7 +146,11 @@ def serve(arm: SimulatedArm, lengths: Sequence[Length], most: int, cost: StepCos
 
 def compared(lengths: Sequence[Length], most: int, cost: StepCost) -> dict[str, dict[str, float]]:
     """Each arm's figures over those of stock vLLM."""
-    found = {name: serve(arm, lengths, most, cost) for name, arm in ARMS.items()}
+    found = {
+        name: serve(arm, lengths, most, cost)
+        for name, arm in ARMS.items()
+        if arm.told != "prediction" or lengths[0].predicted is not None
+    }
     stock = found.pop(STOCK)
     return {
         name: {
@@ -152,7 +164,7 @@ def compared(lengths: Sequence[Length], most: int, cost: StepCost) -> dict[str, 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     points = []
-    sets = {name: Lengths(name, options.data, None, None) for name in options.sets}
+    sets = {name: Lengths(name, options.data, options.predictor, None) for name in options.sets}
     for (name, of), most in itertools.product(sets.items(), options.max_output):
         lengths = of.drawn(options.requests, most, "0")
         for cost in map(StepCost.parse, options.costs):
@@ -182,11 +194,14 @@ def main() -> None:
     parser.add_argument(
         "--costs",
         nargs="+",
-        default=["12:0.6", "10:1.7"],
+        default=["12:0.6", "10:1.7", "33:1.2"],
         help="milliseconds of a step, and of each token in it",
     )
+    parser.add_argument("--predictor", choices=KINDS, help="of lengths; needs --data")
     parser.add_argument("--data", type=Path, help="folder with the sets' lengths")
     options = parser.parse_args()
+    if options.predictor and options.data is None:
+        parser.error("--predictor needs --data: a predictor is trained on texts")
     facts = machine()
     publish("adaptive_simulated", measure(options), setup=said_by(options, "data"), facts=facts)
 

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.adaptive_engine import Length
 from benchmarks.adaptive_simulated import StepCost, compared, feedback
+from loomserve.platform.scheduling.policy.expected import Expected
 from loomserve.platform.scheduling.policy.queue import QueuedRequest
 
 COST = StepCost.parse("12:0.6")
@@ -39,6 +40,14 @@ def test_who_knows_lengths_waits_less_where_they_differ() -> None:
     over = compared(lengths(mixed), 64, COST)
     assert over["sjf_known"]["turnaround"] < over["adaptive_fcfs"]["turnaround"] < 1
     assert over["fair_known"]["weighted_turnaround"] < 0.7
+
+
+def test_who_is_told_predictions_does_as_if_they_were_the_lengths_where_they_are() -> None:
+    answers = random.Random(1).choices([4, 60], k=300)
+    told = [Length(20, answer, Expected(answer, answer)) for answer in answers]
+    over = compared(told, 64, COST)
+    assert over["fair_predicted"] == over["fair_known"]
+    assert "fair_predicted" not in compared(lengths(answers), 64, COST)
 
 
 def test_knowing_lengths_gains_nothing_where_all_are_alike() -> None:
