@@ -233,13 +233,21 @@ def adaptive_simulated(result: Result) -> str:
 
     both = {"throughput": "throughput", "weighted_turnaround": "weighted turnaround"}
     first = {"adaptive_fcfs": "first come"}
-    known = rows({**first, "fair_known": "fair", "sjf_known": "shortest first"}, both)
+    known = rows(
+        {
+            **first,
+            "fair_known": "fair",
+            "sjf_known": "shortest first",
+            "fair_predicted": "fair, predicted",
+        },
+        both,
+    )
     without = rows(
         {**first, "feedback": "feedback", "feedback_at_once": "feedback, at once"},
         {**both, "turnaround": "turnaround"},
     )
     asked = f"n = {result.setup['requests']} requests each."
-    return f"{asked} Lengths known:\n\n{known}\n\nNot known:\n\n{without}"
+    return f"{asked} Lengths known, or predicted:\n\n{known}\n\nNot known:\n\n{without}"
 
 
 def ring(result: Result) -> str:
