@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.config import Model, OfflineModel
 from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
@@ -111,7 +111,13 @@ def begin_untrained(name: str) -> None:
     versions = PredictorVersions(folder)
     if versions.current() is not None:
         return
-    model = catalog.resolve(_EMBEDDINGS_OF, Path())
+    try:
+        model = catalog.resolve(_EMBEDDINGS_OF, Path())
+    except (ConfigError, StartError) as error:
+        raise ConfigError(
+            f"one that needs no training reads the embeddings of the model {_EMBEDDINGS_OF}, which "
+            f"is not there: {error}"
+        ) from None
     assert isinstance(model, Path)
     folder.mkdir(parents=True, exist_ok=True)
     remember_embeddings(folder, model)

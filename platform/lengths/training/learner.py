@@ -176,8 +176,10 @@ class Learner:
         return margin(guesses, [outcome.tokens for outcome in held_out], COVERAGE)
 
     def _serve(self, version: Version, parent: Head | None) -> None:
-        self._version, self._parent = version, parent
+        # First, as other threads look at the version to know whether it has learnt anything.
         self._predictor = TrainedPredictor(version.fitted, self._embeddings)
+        self._version: Version = version
+        self._parent: Head | None = parent
         self._lessons.changed()
 
 

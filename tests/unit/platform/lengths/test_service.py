@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.config import Lengths, Model
 from loomserve.platform.lengths import stored
 from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
@@ -253,6 +253,19 @@ def test_a_model_without_a_trained_predictor_begins_one_of_its_own_name_once(
     (folder_of("org--chat") / "embeddings").unlink()
     with pytest.raises(ConfigError, match=r"model 'org/chat'.*does not say whose embeddings"):
         check_predictor(model)
+
+
+def test_one_that_needs_no_training_says_whose_embeddings_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(source: str, base: Path) -> Path:
+        raise StartError("no route to the host")
+
+    monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(stored.catalog, "resolve", unreachable)
+    with pytest.raises(ConfigError, match=r"'chat'.*embeddings of the model demo.*no route"):
+        prepare_predictor(MODEL.model_copy(update={"lengths": Lengths()}))
+    assert not folder_of("chat").exists()
 
 
 def test_what_was_trained_under_the_models_name_is_where_it_begins(trained: Path) -> None:
