@@ -442,6 +442,7 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
     "prefix_pairs": prefix,
     "documents": documents,
     "rebalance": rebalance,
+    "rebalance_roles": rebalance,
     "rebalance_replicas": rebalance_replicas,
     "rebalance_simulated": rebalance_replicas,
     "rebalance_simulated_within": rebalance_replicas,
