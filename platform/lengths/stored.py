@@ -107,9 +107,7 @@ def begin_untrained(name: str) -> None:
     Raises:
         ConfigError: the model whose embeddings it reads cannot be had.
     """
-    folder = folder_of(name)
-    versions = PredictorVersions(folder)
-    if versions.current() is not None:
+    if _is_there(name):
         return
     try:
         model = catalog.resolve(_EMBEDDINGS_OF, Path())
@@ -119,9 +117,11 @@ def begin_untrained(name: str) -> None:
             f"is not there: {error}"
         ) from None
     assert isinstance(model, Path)
+    folder = folder_of(name)
     folder.mkdir(parents=True, exist_ok=True)
+    # First, so that whatever version is there can be opened.
     remember_embeddings(folder, model)
-    versions.publish(*untrained(TokenEmbeddings(model)))
+    PredictorVersions(folder).publish(*untrained(TokenEmbeddings(model)))
 
 
 def prepare_predictor(model: Model | OfflineModel) -> None:
@@ -147,8 +147,12 @@ def check_predictor(model: Model | OfflineModel) -> None:
     with _of_model(model):
         name = lengths.name_for(model.name)
         # One that needs no training is made when the model is loaded.
-        if lengths.predictor is not None or PredictorVersions(folder_of(name)).current():
+        if lengths.predictor is not None or _is_there(name):
             open_predictor(name)
+
+
+def _is_there(name: str) -> bool:
+    return PredictorVersions(folder_of(name)).current_number() is not None
 
 
 @contextmanager

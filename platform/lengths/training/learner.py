@@ -56,6 +56,7 @@ class Learner:
         self._lessons = Lessons(clock())
         self._ended = EndedRequests[tuple[LengthQuery, float, int]](_WAITING, learning.FEWEST)
         self._stop = threading.Event()
+        self._predictor: TrainedPredictor | None = None
         self._serve(version, _parent(versions, version))
 
     @property
@@ -64,7 +65,8 @@ class Learner:
 
     def predict(self, query: LengthQuery) -> Prediction | None:
         """None: it has not learnt anything yet."""
-        return self._predictor.predict(query) if self._version.has_learnt else None
+        predictor = self._predictor
+        return None if predictor is None else predictor.predict(query)
 
     def observe(
         self, query: LengthQuery, prediction: Prediction | None, tokens: int, key: str = ""
@@ -80,11 +82,11 @@ class Learner:
 
     def start(self) -> None:
         """Start a thread that learns every 3 minutes until :meth:`close`."""
-        self._start(self._learn_on)
+        self._start(self.learn)
 
     def follow(self) -> None:
         """Start a thread that takes over what another process has learnt, until :meth:`close`."""
-        self._start(self._follow)
+        self._start(self.take_over)
 
     def take_over(self) -> None:
         """Serve the version that is current on disk.
@@ -92,9 +94,10 @@ class Learner:
         Raises:
             ConfigError: it cannot be read, or was trained with other embeddings.
         """
-        version = self._versions.current()
-        if version is not None and version.number != self.version:
-            self._serve(version, None)
+        self._lessons.next_period(self._clock())
+        number = self._versions.current_number()
+        if number is not None and number != self.version:
+            self._serve(self._versions.read(number), None)
 
     def close(self) -> None:
         """Stop learning, without waiting for a training that is under way."""
@@ -123,28 +126,21 @@ class Learner:
         return self._version.fitted.head
 
     def _start(self, work: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=work, name="lengths", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(work,), name="lengths", daemon=True)
         self._thread.start()
 
-    def _learn_on(self) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         while not self._stop.wait(self._lessons.waits(self._clock())):
-            self._try(self.learn)
-
-    def _follow(self) -> None:
-        while not self._stop.wait(learning.PERIOD_S):
-            self._try(self.take_over)
-
-    def _try(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except (LoomserveError, OSError) as error:
-            _logger.warning("length predictor %d goes on as it is: %s", self.version, error)
+            try:
+                work()
+            except (LoomserveError, OSError) as error:
+                _logger.warning("length predictor %d goes on as it is: %s", self.version, error)
 
     def _take_observed(self) -> None:
         for query, predicted, tokens in self._ended.take():
             text = normalised(f"{query.instruction} {query.user_input}")
             digest = hashlib.sha256(text.encode()).hexdigest()
-            features = self._predictor.features(query)
+            features = self._features(query)
             self._lessons.add(ObservedLength(features, predicted, tokens, digest))
 
     def _promote(self, candidate: Head, training: TrainingSet) -> None:
@@ -166,7 +162,7 @@ class Learner:
 
     def _calibrate(self) -> None:
         """Calibrate the current version on the latest requests, even if no new version follows."""
-        if len(self._lessons.held_out) >= learning.FEWEST:
+        if self._version.has_learnt and len(self._lessons.held_out) >= learning.FEWEST:
             fitted = replace(self._version.fitted, margin=self._margin(self._head))
             self._predictor = TrainedPredictor(fitted, self._embeddings)
 
@@ -176,10 +172,11 @@ class Learner:
         return margin(guesses, [outcome.tokens for outcome in held_out], COVERAGE)
 
     def _serve(self, version: Version, parent: Head | None) -> None:
-        # First, as other threads look at the version to know whether it has learnt anything.
-        self._predictor = TrainedPredictor(version.fitted, self._embeddings)
-        self._version: Version = version
-        self._parent: Head | None = parent
+        predictor = TrainedPredictor(version.fitted, self._embeddings)
+        self._features = predictor.features
+        # Other threads look at this alone.
+        self._predictor = predictor if version.has_learnt else None
+        self._version, self._parent = version, parent
         self._lessons.changed()
 
 

@@ -57,7 +57,7 @@ class PredictorVersions:
     def publish(self, fitted: Fitted, training: TrainingSet) -> Version:
         """Write a version and make it the current one. All but five old versions are removed."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        parent = self._pointer()
+        parent = self.current_number()
         version = Version(max(self._numbers(), default=0) + 1, parent, fitted, training)
         fresh = self.folder / f".{version.number}.{os.getpid()}"
         with fresh.open("wb") as file:
@@ -77,7 +77,7 @@ class PredictorVersions:
         Raises:
             ConfigError: the version is damaged, or of another release of the platform.
         """
-        number = self._pointer()
+        number = self.current_number()
         return None if number is None else self.read(number)
 
     def roll_back(self, version: Version) -> Version:
@@ -108,7 +108,12 @@ class PredictorVersions:
                 "loomserve lengths train"
             ) from None
 
-    def _pointer(self) -> int | None:
+    def current_number(self) -> int | None:
+        """The number of the current version, of which nothing is read.
+
+        Raises:
+            ConfigError: what tells it is damaged.
+        """
         path = self.folder / _POINTER
         try:
             return int(path.read_text(encoding="ascii"))

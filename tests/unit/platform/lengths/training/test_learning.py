@@ -319,7 +319,9 @@ def test_training_that_fails_leaves_what_serves(
     with pytest.raises(TrainingError):
         served.period(lengths_folder.samples(150, factor=3, seed=1))
     assert served.learner.version == 1
-    assert served.learner.predict(lengths_folder.samples(1)[0].query) is not None
+    prediction = served.learner.predict(lengths_folder.samples(1)[0].query)
+    assert prediction is not None
+    assert prediction.tokens > 0
 
 
 def two_kinds(number: int, seed: int) -> list[Sample]:
