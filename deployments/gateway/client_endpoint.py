@@ -17,8 +17,7 @@ from loomserve.platform.base.errors import RequestError
 from loomserve.platform.config import ApiKey
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.http.held_answer import COMMENT
-from loomserve.platform.lengths.service import LengthPredictions, counts_once
-from loomserve.platform.requests.answer_length import AnswerLength
+from loomserve.platform.lengths.service import LengthPredictions
 from loomserve.platform.requests.answer_tokens import (
     HiddenUsage,
     LastUsage,
@@ -99,9 +98,7 @@ class ClientEndpoint:
         self._sequences.check(route.name, most, sequences)
         if sequences > 1 and "take_more" in state:
             state["take_more"](sequences - 1)
-        # A predictor knows the model's own answers.
-        predicts = route.predictor is not None and route.adapter is None
-        answer = _WatchedAnswer(send, predicts and counts_once(request.fields))
+        answer = _WatchedAnswer(send)
         if key is not None and request.costs_tokens:
             self._meter.check(key)
             request = answer.counted(request, len(state["body"]), key, self._meter)
@@ -137,6 +134,7 @@ class ClientEndpoint:
         deadline = predicted = expected = None
         if request.takes_hints:
             deadline = time.monotonic() + slo_ms / 1000 if slo_ms is not None else None
+            # A predictor knows the model's own answers.
             if route.adapter is None:
                 predicted = await self._lengths.predict(route.name, request.fields)
             expected = predicted.expected if predicted else None
@@ -153,7 +151,7 @@ class ClientEndpoint:
             trace=state.get("trace"),
         )
         await self._forwarder.forward(forwarded, receive, answer.send)
-        if predicted and answer.length and (tokens := answer.length.tokens):
+        if predicted and answer.is_whole and (tokens := usage.own_length):
             self._lengths.ended(route.name, predicted, tokens, key.name if key else "")
 
 
@@ -171,12 +169,11 @@ def _tell(
 
 
 class _WatchedAnswer:
-    """A client's ``send`` that keeps the answer's status and, if asked for, its lengths."""
+    """A client's ``send`` that keeps the answer's status and, if asked for, counts its tokens."""
 
-    def __init__(self, send: Send, counts_length: bool) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
         self.status = _CLIENT_CLOSED_REQUEST
-        self.length = AnswerLength() if counts_length else None
         self._usage: LastUsage | RunningUsage | None = None
         self._hidden: HiddenUsage | None = None
         self._headers: list[tuple[bytes, bytes]] = []
@@ -204,6 +201,11 @@ class _WatchedAnswer:
         return told
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the client has got an answer to its end."""
+        return self._began and self._complete
+
+    @property
     def tokens(self) -> Tokens | None:
         """Tokens of prompt and answer; None: unknown, not counted, or the answer is an error."""
         refused = not self._began and self.status != _CLIENT_CLOSED_REQUEST
@@ -225,8 +227,6 @@ class _WatchedAnswer:
             if self._waits:
                 return self._send(message)
             self._complete = not message.get("more_body", False)
-            if self.length is not None:
-                self.length.feed(piece)
             if self._usage is not None:
                 self._usage.feed(piece)
             if self._hidden is not None and self._began:

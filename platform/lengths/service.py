@@ -142,11 +142,6 @@ def _open_predictor(name: str) -> StoredPredictor:
     return open_predictor(name)
 
 
-def counts_once(request: Mapping[str, Any]) -> bool:
-    """Whether the request has one answer, whose length the usage tells."""
-    return request.get("n") in (None, 1) and request.get("best_of") in (None, 1)
-
-
 def _predict(predictor: StoredPredictor, request: Mapping[str, Any]) -> Predicted | None:
     query = query_of(request, predictor.count)
     return Predicted(predictor, query, predictor.predict(query)) if query else None

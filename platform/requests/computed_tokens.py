@@ -47,13 +47,17 @@ class ComputedTokens:
             self.timed += new
             self.device_s += device_s
 
-    def add_to(self, usage: RequestUsage, prompt_id: str, answered: int) -> None:
+    def add_to(
+        self, usage: RequestUsage, prompt_id: str, answered: int, *, cut_off: bool = False
+    ) -> None:
         """The request has ended; its prompt has an id that other answers to it share."""
         if self.prompt is None:
             return
         self.note(answered, None)
         prompt = self.prompt
         usage.add_prompt(prompt_id, prompt.num_prompt_tokens, prompt.num_cached_tokens)
+        usage.answers += 1
+        usage.cut_off |= cut_off
         usage.completion_tokens += answered
         usage.timed_tokens += self.timed
         usage.untimed_tokens += self.untimed

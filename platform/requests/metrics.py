@@ -227,7 +227,7 @@ class _ModelFamilies:
         )
         self.length_observed = make.counter(
             "loomserve_length_observed",
-            "Predicted answers that ended by themselves and told their length.",
+            "Predicted answers that ended by themselves.",
         )
         self.length_error = make.counter(
             "loomserve_length_error_tokens",

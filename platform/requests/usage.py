@@ -23,7 +23,18 @@ class RequestUsage:
     """Computed in ``device_s``."""
     untimed_tokens: int = 0
     """Computed in a time that no engine told, as where an answer was cut off."""
+    answers: int = 0
+    cut_off: bool = False
+    """Whether an answer had an end that its model did not choose."""
     _prompts: set[str] = field(default_factory=set)
+
+    @property
+    def own_length(self) -> int | None:
+        """Tokens of an answer that ended where its model or a stop string ended it.
+
+        None: it was cut off, or there are several. If its client has left, it is what it had then.
+        """
+        return self.completion_tokens if self.answers == 1 and not self.cut_off else None
 
     @property
     def begun(self) -> bool:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import httpx
 import pytest
@@ -56,6 +57,7 @@ def ask(
     tokens: int,
     slo_ms: float | None = None,
     stream: bool = False,
+    **fields: Any,
 ) -> httpx.Response:
     headers = {} if slo_ms is None else {"x-slo-ms": str(round(slo_ms))}
     body = {
@@ -64,6 +66,7 @@ def ask(
         "max_tokens": tokens,
         "temperature": 0,
         "stream": stream,
+        **fields,
     }
     with platform.http(key) as http:
         return http.post("/v1/chat/completions", json=body, headers=headers)
@@ -123,6 +126,22 @@ def test_an_answer_that_ends_by_itself_tells_how_far_its_prediction_was_off(
     assert told(platform, "length_error_tokens") - error == pytest.approx(off, abs=5)
     cut_off = predicted(platform, partial(ask, platform, platform.key, story(8), 2))
     assert cut_off.json()["choices"][0]["finish_reason"] == "length"
+    assert told(platform, "length_observed") == observed + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [(question(8), {}), (story(8), {"stop": ["."]})],
+    ids=["by the model", "by a stop string"],
+)
+def test_a_stream_teaches_its_length_though_its_client_is_not_told(
+    platform: Platform, text: str, fields: dict[str, Any]
+) -> None:
+    observed = told(platform, "length_observed")
+    asked = partial(ask, platform, platform.key, text, MOST, stream=True, **fields)
+    answer = predicted(platform, asked)
+    assert '"finish_reason":"stop"' in answer.text
+    assert '"usage"' not in answer.text
     assert told(platform, "length_observed") == observed + 1
 
 

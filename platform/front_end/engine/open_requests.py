@@ -147,11 +147,15 @@ class OpenRequest:
             prompt_only = self.answers is not None
             self.stays.begin(self.replica_id, prompt_only=prompt_only, attempt=self.attempt)
 
-    def end(self) -> None:
-        """It is with no replica any more, and its HTTP request has what engines computed."""
+    def end(self, *, cut_off: bool) -> None:
+        """It is with no replica any more, and its HTTP request has what engines computed.
+
+        ``cut_off``: nothing in its answer has ended it.
+        """
         self.replica_id = None
         if self.context is not None:
-            self.computed.add_to(self.context.usage, self.prompt_id, len(self.tokens))
+            usage, answered = self.context.usage, len(self.tokens)
+            self.computed.add_to(usage, self.prompt_id, answered, cut_off=cut_off)
         if self.stays is not None:
             self.stays.done(self.prompt_id, prompt_length(self.request), len(self.tokens))
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from loomserve.platform.base.errors import RequestError
@@ -92,11 +92,11 @@ class RequestBook:
             self._decide(one, None)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests; those that have ended are passed over."""
+        """Forget requests that clients or stop strings end; ended ones are passed over."""
         for request_id in request_ids:
             one = self.open.get(request_id)
             if one is not None:
-                self._end(one, abort=True)
+                self._end(one, abort=True, cut_off=False)
         self.flush()
 
     def take(self, replica: ConnectedReplica, output: EngineCoreOutput, now: float) -> bool:
@@ -129,7 +129,7 @@ class RequestBook:
         if output.finish_reason is not None and not one.request.resumable:
             if one.deaths:
                 self._deadly.answered(digest(one.request))
-            self._end(one, abort=False)
+            self._end(one, abort=False, cut_off=_cuts_off(output))
         return True
 
     def lose_all(self, replica: ConnectedReplica, lost: Loss) -> None:
@@ -175,7 +175,7 @@ class RequestBook:
         """Send a request on, let it wait, or end it."""
         last = one.ending(self.max_model_len)
         if last is not None:
-            self._end(one, abort=True)
+            self._end(one, abort=True, cut_off=_cuts_off(last))
             self.on_ended(last)
             return
         if one.request.resumable and one.attempt:
@@ -280,16 +280,20 @@ class RequestBook:
         if one.routing is not None:
             self._left(one.routing, one.replica_id)
 
-    def _end(self, one: OpenRequest, *, abort: bool) -> None:
+    def _end(self, one: OpenRequest, *, abort: bool, cut_off: bool) -> None:
         self._part(one, ABORTED if abort else FINISHED, abort=abort)
-        one.end()
+        one.end(cut_off=cut_off)
         self.open.pop(one.id, None)
         self._unplaced.pop(one.id, None)
 
     def _fail(self, one: OpenRequest, why: Fate, error: Exception | None = None) -> None:
-        self._end(one, abort=True)
+        self._end(one, abort=True, cut_off=True)
         self._metrics.ended(why)
         cause = error or lost_request(why, self._model, one.id)
         if one.context is not None and isinstance(cause, LostRequestError):
             one.context.failure = cause.error
         self.on_failed(one.id, cause)
+
+
+def _cuts_off(last: EngineCoreOutput) -> bool:
+    return last.finish_reason is not FinishReason.STOP

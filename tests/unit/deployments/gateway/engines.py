@@ -19,7 +19,7 @@ Answer = Sequence[Message] | RequestError
 Behave = Callable[[ForwardRequest], Awaitable[Answer]]
 
 
-def answered(*pieces: bytes, status: int = 200) -> Answer:
+def answered(*pieces: bytes, status: int = 200) -> list[Message]:
     """The messages of a whole answer."""
     return [
         {"type": "http.response.start", "status": status, "headers": []},

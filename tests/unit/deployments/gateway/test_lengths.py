@@ -34,7 +34,7 @@ from tests.unit.deployments.gateway.engines import (
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "chat", "messages": [{"role": "user", "content": "hi"}]}
-ANSWER = b'{"choices":[{"finish_reason":"stop"}],"usage":{"completion_tokens":26}}'
+ANSWER = b'{"choices":[{"finish_reason":"stop"}]}'
 ALICE = ApiKey(name="alice", hash="sha256:" + "0" * 64, refuse_late=True)
 BOB = ApiKey(name="bob", hash="sha256:" + "1" * 64)
 
@@ -65,18 +65,24 @@ def asked(
     *,
     predicts: bool = True,
     has_learnt: bool = True,
-    predictor: str | None = "chat-v1",
-    answer: bytes = ANSWER,
+    answers: int = 1,
+    cut_off: bool = False,
+    status: int = 200,
+    client_leaves: bool = False,
     **state: Any,
 ) -> tuple[ForwardRequest, Lengths, bytes]:
     """One request through the endpoint; it, the predictor, the answer's body."""
 
-    async def in_pieces(_: ForwardRequest) -> Answer:
-        return answered(*(answer[at : at + 10] for at in range(0, len(answer), 10)))
+    async def in_pieces(request: ForwardRequest) -> Answer:
+        usage = request.usage
+        usage.answers, usage.completion_tokens, usage.cut_off = answers, 26, cut_off
+        pieces = [ANSWER[at : at + 10] for at in range(0, len(ANSWER), 10)]
+        messages = answered(*pieces, status=status)
+        return messages[:-1] if client_leaves else messages
 
     route = ModelRoute(
         name="chat", status=ModelStatus.READY, policy="load_aware",
-        max_concurrent_requests=2, max_model_len=10, kvstore=False, predictor=predictor,
+        max_concurrent_requests=2, max_model_len=10, kvstore=False, predictor="chat-v1",
         replicas=(replica_route("r1"),),
     )  # fmt: skip
     routes: Any = SimpleNamespace(choose=lambda fields, key, preferred=None: route)
@@ -124,14 +130,10 @@ def test_only_requests_that_generate_text_are_predicted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "answer"),
-    [(BODY, ANSWER.replace(b"stop", b"length")), ({**BODY, "n": 2}, ANSWER)],
-    ids=["cut off", "several answers"],
+    "ends", [{"cut_off": True}, {"answers": 2}, {"status": 500}, {"client_leaves": True}], ids=str
 )
-def test_an_answer_without_a_length_of_its_own_teaches_nothing(
-    body: dict[str, Any], answer: bytes
-) -> None:
-    assert asked(body, answer=answer)[1].ended_with == []
+def test_an_answer_without_a_length_of_its_own_teaches_nothing(ends: dict[str, Any]) -> None:
+    assert asked(**ends)[1].ended_with == []
 
 
 @pytest.mark.parametrize(("key", "refused"), [(ALICE, True), (BOB, False), (None, False)])

@@ -139,9 +139,10 @@ def test_an_answers_tokens_and_its_engines_time_are_its_http_requests() -> None:
     one.take(last, 1.0)
     assert last.kv_transfer_params is None, "clients would be told"
     assert one.context.outputs == 3
-    one.end()
+    one.end(cut_off=False)
     usage = one.context.usage
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (100, 40, 4)
+    assert usage.own_length == 4
     assert (usage.device_s, usage.timed_tokens, usage.untimed_tokens) == (2, 64, 0)
 
 
@@ -153,10 +154,11 @@ def test_two_answers_to_one_prompt_count_it_once() -> None:
         one.take(
             EngineCoreOutput("r", [7], prefill_stats=PrefillStats(100, 100 - cached, cached)), 1
         )
-        one.end()
+        one.end(cut_off=False)
     usage = context.usage
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (100, 0, 2)
     assert usage.untimed_tokens == 101 + 5, "no engine told its time"
+    assert usage.own_length is None, "there are two"
 
 
 def test_of_a_request_that_moved_only_the_engine_that_ended_it_told_its_time() -> None:
@@ -173,14 +175,16 @@ def test_of_a_request_that_moved_only_the_engine_that_ended_it_told_its_time() -
         ),
         1.0,
     )
-    one.end()
+    one.end(cut_off=True)
     usage = one.context.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (10, 3)
+    assert usage.own_length is None
     assert (usage.untimed_tokens, usage.timed_tokens, usage.device_s) == (11, 2, 0.5)
 
 
 def test_a_request_without_a_first_token_has_used_nothing() -> None:
     one = opened()
     one.context = RoutingContext()
-    one.end()
+    one.end(cut_off=False)
     assert not one.context.usage.begun
+    assert one.context.usage.own_length is None

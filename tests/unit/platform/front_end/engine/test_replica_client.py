@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from vllm.pooling_params import PoolingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.metrics.stats import PrefillStats
 
 from loomserve.platform.base.errors import EngineGone, TooManyRequests, Unavailable
 from loomserve.platform.engine.resumption.tokens import RESUMED
@@ -442,6 +443,39 @@ def test_an_abort_reaches_a_request_wherever_it_is() -> None:
         await made.client.abort_requests_async(["s"])
         assert not made.client.requests.open
         assert len(made.left) == 4
+
+    played(play)
+
+
+@pytest.mark.parametrize(
+    ("finish", "most", "length"),
+    [
+        (FinishReason.STOP, 9, 2),
+        (FinishReason.LENGTH, 2, None),
+        (FinishReason.ERROR, 9, None),
+        (None, 9, 2),
+    ],
+    ids=["stop token", "max_tokens", "error", "stop string"],
+)
+def test_only_an_answer_that_was_not_cut_off_has_a_length_of_its_own(
+    finish: FinishReason | None, most: int, length: int | None
+) -> None:
+    async def play(made: Scene) -> None:
+        await made.have("a")
+        context = RoutingContext()
+        token = routing_context.set(context)
+        await made.ask(request("r", most))
+        routing_context.reset(token)
+        a = made.engines["a"]
+        a.prefill_stats = PrefillStats(3, 3, 0)
+        await a.step()
+        assert context.usage.own_length is None
+        await a.step(finish=finish)
+        await until(lambda: made.got == {"r": [0, 1]})
+        if finish is None:
+            await made.client.abort_requests_async(["r"])
+        assert not made.client.requests.open
+        assert context.usage.own_length == length
 
     played(play)
 
