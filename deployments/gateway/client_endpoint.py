@@ -11,19 +11,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loomserve.deployments.gateway.answering import Answering, ForwardRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.platform.access.model_meter import ModelMeter
-from loomserve.platform.access.token_limits import is_limited
 from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.base.errors import RequestError
 from loomserve.platform.config import ApiKey
 from loomserve.platform.fleet.messages import ModelRoute
-from loomserve.platform.http.held_answer import COMMENT
 from loomserve.platform.lengths.service import LengthPredictions
-from loomserve.platform.requests.answer_tokens import (
-    HiddenUsage,
-    LastUsage,
-    RunningUsage,
-    Tokens,
-)
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.media import check_media
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -101,7 +93,7 @@ class ClientEndpoint:
         answer = _WatchedAnswer(send)
         if key is not None and request.costs_tokens:
             self._meter.check(key)
-            request = answer.counted(request, len(state["body"]), key, self._meter)
+            answer.headers = self._meter.headers(key)
         started, usage = time.monotonic(), RequestUsage()
         self._sequences.count(route.name, most, sequences)
         try:
@@ -111,8 +103,8 @@ class ClientEndpoint:
             raise
         finally:
             self._sequences.count(route.name, most, -sequences)
-            if key is not None and (tokens := answer.tokens):
-                self._meter.charge(key, *tokens)
+            if key is not None and answer.is_charged:
+                self._meter.charge(key, *usage.spent)
             if self._usage is not None:
                 self._usage.charge(key, route.name, usage)
             took_s = time.monotonic() - started
@@ -169,36 +161,15 @@ def _tell(
 
 
 class _WatchedAnswer:
-    """A client's ``send`` that keeps the answer's status and, if asked for, counts its tokens."""
+    """A client's ``send`` that keeps how the answer begins and whether it has ended."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.status = _CLIENT_CLOSED_REQUEST
-        self._usage: LastUsage | RunningUsage | None = None
-        self._hidden: HiddenUsage | None = None
-        self._headers: list[tuple[bytes, bytes]] = []
+        self.headers: list[tuple[bytes, bytes]] = []
+        """The client gets them, too."""
         self._began = False
-        self._waits = False
-        """Whether nothing but comments has come."""
         self._complete = False
-
-    def counted(
-        self, request: EngineRequest, size: int, key: ApiKey, meter: TokenMeter
-    ) -> EngineRequest:
-        """Count the answer's tokens from now on; returns the request to send for it.
-
-        ``size``: bytes of the request.
-        """
-        if not is_limited(key):
-            self._usage = LastUsage()
-            return request
-        self._usage = RunningUsage(size)
-        self._headers = meter.headers(key)
-        told = request.with_running_usage()
-        if told is None:
-            return request
-        self._hidden = HiddenUsage(keeps_last=request.tells_usage)
-        return told
 
     @property
     def is_whole(self) -> bool:
@@ -206,39 +177,20 @@ class _WatchedAnswer:
         return self._began and self._complete
 
     @property
-    def tokens(self) -> Tokens | None:
-        """Tokens of prompt and answer; None: unknown, not counted, or the answer is an error."""
-        refused = not self._began and self.status != _CLIENT_CLOSED_REQUEST
-        if self._usage is None or refused or self._waits:
-            return None
-        return self._usage.tokens(complete=self._complete)
+    def is_charged(self) -> bool:
+        """Whether the client has got an answer, or a part, or has not waited for any."""
+        return self._began or self.status == _CLIENT_CLOSED_REQUEST
 
     def send(self, message: Message) -> Awaitable[None]:
         """Each chunk of a stream passes it, so it is no coroutine of its own."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self._began = self.status < 400
-            if self._headers:
-                message = {**message, "headers": [*message["headers"], *self._headers]}
+            if self.headers:
+                message = {**message, "headers": [*message["headers"], *self.headers]}
         else:
-            piece: bytes = message.get("body", b"")
-            # It comes by itself, before the answer, and is no token.
-            self._waits = piece is COMMENT
-            if self._waits:
-                return self._send(message)
             self._complete = not message.get("more_body", False)
-            if self._usage is not None:
-                self._usage.feed(piece)
-            if self._hidden is not None and self._began:
-                piece = self._hidden.feed(piece) + (self._hidden.rest() if self._complete else b"")
-                if not piece and not self._complete:
-                    return _nothing()
-                message = {**message, "body": piece}
         return self._send(message)
-
-
-async def _nothing() -> None:
-    pass
 
 
 class _AsgiEndpoint:

@@ -25,7 +25,6 @@ from loomserve.platform.base.generation import LatestGeneration
 from loomserve.platform.base.request_logs import LoggedRequest, logged_request
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest
-from loomserve.platform.requests.answer_tokens import LastUsage
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.media import check_media
 from loomserve.platform.tracing import RequestTrace, RequestTracer
@@ -109,7 +108,7 @@ class LineEndpoint:
             )
 
         if key is not None and status < 400:
-            self._charge(key, body)
+            self._meter.charge(key, *request.usage.spent)
         return status, body
 
     async def _answer(
@@ -121,12 +120,6 @@ class LineEndpoint:
         finally:
             if self._usage is not None:
                 self._usage.charge(key, request.model, request.usage)
-
-    def _charge(self, key: ApiKey, body: bytes) -> None:
-        usage = LastUsage()
-        usage.feed(body)
-        if tokens := usage.tokens(complete=True):
-            self._meter.charge(key, *tokens)
 
     def _request(self, line: LineRequest, key: ApiKey | None) -> ForwardRequest:
         request = EngineRequest.of_fields(line.path, line.body)

@@ -89,6 +89,8 @@ class TokenMeter:
 
     def charge(self, key: ApiKey, prompt: int, completion: int) -> None:
         """Count the tokens of a request that ended."""
+        if not (prompt or completion):
+            return
         self._metrics.used(key.name, prompt, completion)
         tokens = prompt + completion
         self._counts.add(of_key(key.name), Count.TOKENS, tokens)

@@ -51,11 +51,6 @@ _RESPONSES = "/v1/responses"
 _PROMPTS = {"/v1/completions": ("prompt", "prompt_embeds"), _EMBEDDINGS: ("input",)}
 _ENGINE_PATHS = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
 _XARGS = "vllm_xargs"
-_WITH_STREAM_OPTIONS = frozenset({"/v1/chat/completions", "/v1/completions"})
-_STREAM_OPTIONS = "stream_options"
-_INCLUDE_USAGE = "include_usage"
-# vLLM's own: the usage not at the end alone.
-_CONTINUOUS_USAGE = "continuous_usage_stats"
 _KV_TRANSFER = "kv_transfer_params"
 _HINTS = {
     DEADLINE: "set a deadline with the x-slo-ms header",
@@ -130,22 +125,6 @@ class EngineRequest:
     def costs_tokens(self) -> bool:
         """Whether an engine's model computes it."""
         return self.path not in _ENGINE_PATHS
-
-    @property
-    def tells_usage(self) -> bool:
-        """Whether the client has asked for the usage at the end of its stream."""
-        options = self.fields.get(_STREAM_OPTIONS)
-        return isinstance(options, dict) and bool(options.get(_INCLUDE_USAGE))
-
-    def with_running_usage(self) -> EngineRequest | None:
-        """The request of a stream whose every event tells the usage so far; None: it cannot."""
-        options = self.fields.get(_STREAM_OPTIONS)
-        if self.path not in _WITH_STREAM_OPTIONS or not isinstance(options, dict | None):
-            return None
-        if self.fields.get("stream") is not True:
-            return None
-        told = {**(options or {}), _INCLUDE_USAGE: True, _CONTINUOUS_USAGE: True}
-        return self._with({_STREAM_OPTIONS: told})
 
     @cached_property
     def sequences(self) -> int:

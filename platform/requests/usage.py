@@ -27,6 +27,14 @@ class RequestUsage:
     cut_off: bool = False
     """Whether an answer had an end that its model did not choose."""
     _prompts: set[str] = field(default_factory=set)
+    _unanswered: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def spent(self) -> tuple[int, int]:
+        """Tokens of prompts, also of those that engines had not answered yet, and of answers."""
+        unanswered = self._unanswered.keys() - self._prompts
+        prompts = self.prompt_tokens + sum(self._unanswered[each] for each in unanswered)
+        return prompts, self.completion_tokens
 
     @property
     def own_length(self) -> int | None:
@@ -47,3 +55,7 @@ class RequestUsage:
             self._prompts.add(prompt_id)
             self.prompt_tokens += tokens
             self.cached_tokens += cached
+
+    def add_unanswered(self, prompt_id: str, tokens: int) -> None:
+        """Count a prompt that an engine had, and of which it has told nothing."""
+        self._unanswered[prompt_id] = tokens

@@ -241,6 +241,7 @@ def test_usage_is_shown_under_the_keys_name_and_kept(platform: Platform, config:
     assert used["device_seconds"] > 0
     counted = platform.metric("loomserve_usage_tokens_total", key=name, model=HOT)
     assert counted == used["prompt_tokens"] + used["completion_tokens"]
+    assert platform.metric("loomserve_key_tokens_total", key=name) == counted
     kept = "".join(path.read_text() for path in (config.parent / "usage").glob("*.jsonl"))
     assert f'"{name}"' in kept
     assert key not in kept

@@ -152,10 +152,12 @@ class OpenRequest:
 
         ``cut_off``: nothing in its answer has ended it.
         """
-        self.replica_id = None
         if self.context is not None:
             usage, answered = self.context.usage, len(self.tokens)
             self.computed.add_to(usage, self.prompt_id, answered, cut_off=cut_off)
+            if self.computed.prompt is None and self.replica_id is not None:
+                usage.add_unanswered(self.prompt_id, prompt_length(self.request))
+        self.replica_id = None
         if self.stays is not None:
             self.stays.done(self.prompt_id, prompt_length(self.request), len(self.tokens))
 

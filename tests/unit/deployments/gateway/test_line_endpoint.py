@@ -56,7 +56,9 @@ class Models:
 async def answers_unless_it_hangs(request: ForwardRequest) -> Answer:
     if "hang" in request.content.fields:
         await asyncio.sleep(60)
-    return answered(b'{"usage":{"prompt_tokens":7,"completion_tokens":4}}')
+    request.usage.add_prompt("p", 7, 2)
+    request.usage.completion_tokens += 4
+    return answered(b"{}")
 
 
 class Meter:

@@ -16,7 +16,7 @@ from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequ
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
 from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.access.token_meter import TokenMeter
-from loomserve.platform.base.errors import TooManyRequests, Unavailable
+from loomserve.platform.base.errors import EngineGone, TooManyRequests, Unavailable
 from loomserve.platform.config import ApiKey
 from loomserve.platform.http.held_answer import COMMENT
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -30,45 +30,47 @@ A_TOKEN_S = 0.01
 
 
 class Engine(AnsweringEngines):
-    """Answers ``max_tokens`` tokens, and cuts off after ``user`` of them, if set."""
+    """Answers ``max_tokens`` tokens, of which the client gets as many as ``user`` says, if set."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__()
         self.gateway = gateway
-        self.bodies: list[dict[str, Any]] = []
+        self.bodies: list[bytes] = []
         self.computed = 0
 
     async def forward(self, request: ForwardRequest, receive: Receive, send: Send) -> None:
+        self.bodies.append(request.content.encoded)
         body = json.loads(request.content.encoded)
-        self.bodies.append(body)
-        if body.get("user") == "refused":
+        user = str(body.get("user"))
+        if user == "refused":
             raise Unavailable("no replica")
+        if user == "fails":
+            self._computes(request, 3)
+            raise EngineGone("the engine has ended", reason="engine_gone")
+        if user == "leaves":
+            request.usage.add_unanswered("p", PROMPT)
+            return
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        if "waits" in (user := str(body.get("user"))):
+        if "waits" in user:
             for _ in range(3):
                 await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
             if user == "waits in vain":
                 raise Unavailable("no room")
         self.computed += PROMPT
-        options = body.get("stream_options", {})
         for done in range(1, body["max_tokens"] + 1):
             self.gateway.now_s += A_TOKEN_S
             self.computed += 1
-            told = done if options.get("continuous_usage_stats") else None
-            await self._say(send, [{"delta": {"content": "x"}}], told)
-            if str(done) == body.get("user"):
+            self._computes(request, 1)
+            event = b"data: " + json.dumps({"choices": [{"delta": {"content": "x"}}]}).encode()
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            if str(done) == user:
                 return
-        if options.get("include_usage"):
-            await self._say(send, [], body["max_tokens"])
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _say(self, send: Send, choices: list[Any], told: int | None) -> None:
-        chunk: dict[str, Any] = {"choices": choices}
-        if told is not None:
-            chunk["usage"] = {"prompt_tokens": PROMPT, "completion_tokens": told}
-        event = b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
-        await send({"type": "http.response.body", "body": event, "more_body": True})
+    def _computes(self, request: ForwardRequest, tokens: int) -> None:
+        request.usage.add_prompt("p", PROMPT, 0)
+        request.usage.completion_tokens += tokens
 
 
 class Gateway:
@@ -124,17 +126,14 @@ def gateway(tmp_path: Path) -> Gateway:
     return Gateway(tmp_path / "tokens.json")
 
 
-@pytest.mark.parametrize("asks", [None, {"include_usage": True}, {"include_usage": False}])
-def test_a_limited_keys_stream_is_counted_and_looks_as_any_other(
-    gateway: Gateway, asks: dict[str, Any] | None
+@pytest.mark.parametrize("key", [LIMITED, FREE], ids=["limited", "free"])
+def test_a_stream_is_charged_whatever_it_tells_and_passes_as_it_is(
+    gateway: Gateway, key: ApiKey
 ) -> None:
-    options = {} if asks is None else {"stream_options": asks}
-    limited = asyncio.run(gateway.ask(LIMITED, **options))
-    free = asyncio.run(gateway.ask(FREE, **options))
-    assert limited.body == free.body
-    assert gateway.charged(LIMITED) == PROMPT + 5
-    assert gateway.engine.bodies[1].get("stream_options") == asks
-    assert gateway.charged(FREE) == (PROMPT + 5 if asks and asks["include_usage"] else 0)
+    answer = asyncio.run(gateway.ask(key))
+    assert answer.body.count(b"data: ") == 6
+    assert "stream_options" not in json.loads(gateway.engine.bodies[0])
+    assert gateway.charged(key) == PROMPT + 5
 
 
 def test_a_stream_that_is_cut_off_is_charged_so_far(gateway: Gateway) -> None:
@@ -146,6 +145,17 @@ def test_what_no_engine_takes_costs_nothing(gateway: Gateway) -> None:
     with pytest.raises(Unavailable):
         asyncio.run(gateway.ask(LIMITED, user="refused"))
     assert gateway.charged(LIMITED) == 0
+
+
+def test_an_answer_that_fails_before_it_begins_costs_nothing(gateway: Gateway) -> None:
+    with pytest.raises(EngineGone):
+        asyncio.run(gateway.ask(LIMITED, user="fails"))
+    assert gateway.charged(LIMITED) == 0
+
+
+def test_a_prompt_costs_its_tokens_though_its_client_does_not_wait(gateway: Gateway) -> None:
+    asyncio.run(gateway.ask(LIMITED, user="leaves"))
+    assert gateway.charged(LIMITED) == PROMPT
 
 
 def test_comments_of_a_stream_that_waits_cost_nothing(gateway: Gateway) -> None:

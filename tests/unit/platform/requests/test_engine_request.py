@@ -238,34 +238,6 @@ def test_a_number_that_json_does_not_have_is_refused_in_what_was_parsed_elsewher
         _ = EngineRequest.of_fields(CHAT, {"temperature": float("nan")}).encoded
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-@pytest.mark.parametrize("own", [None, {}, {"include_usage": False, "other": 1}])
-def test_a_stream_can_be_told_to_tell_its_usage_all_along(
-    path: str, own: dict[str, Any] | None
-) -> None:
-    fields = {"model": "chat", "stream": True}
-    request = EngineRequest(path, fields if own is None else {**fields, "stream_options": own})
-    told = request.with_running_usage()
-    assert told is not None
-    asked = {"include_usage": True, "continuous_usage_stats": True}
-    assert json.loads(told.encoded) == {**fields, "stream_options": {**(own or {}), **asked}}
-    assert not request.tells_usage
-
-
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        ("/v1/responses", {"stream": True}),
-        ("/v1/messages", {"stream": True}),
-        ("/v1/completions", {}),
-        ("/v1/completions", {"stream": False}),
-        ("/v1/completions", {"stream": True, "stream_options": 3}),
-    ],
-)
-def test_what_has_no_usage_all_along_is_left_alone(path: str, fields: dict[str, Any]) -> None:
-    assert EngineRequest(path, fields).with_running_usage() is None
-
-
 @pytest.mark.parametrize("value", [10**400, 2**63, -(2**63) - 1])
 def test_a_number_that_no_message_to_an_engine_can_carry_is_refused(value: int) -> None:
     for fields in ({"top_k": value}, {"stop_token_ids": [1, value]}, {"vllm_xargs": {"x": value}}):

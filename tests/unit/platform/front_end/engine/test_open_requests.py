@@ -188,3 +188,19 @@ def test_a_request_without_a_first_token_has_used_nothing() -> None:
     one.end(cut_off=False)
     assert not one.context.usage.begun
     assert one.context.usage.own_length is None
+    assert one.context.usage.spent == (0, 0)
+
+
+def test_a_prompt_that_an_engine_had_is_spent_once_though_it_has_told_nothing() -> None:
+    context = RoutingContext()
+    for replica_id in ("a", "b", None):
+        one = opened()
+        one.context, one.replica_id = context, replica_id
+        one.end(cut_off=False)
+    assert not context.usage.begun
+    assert context.usage.spent == (2, 0)
+    one = opened()
+    one.context = context
+    one.take(EngineCoreOutput("r", [7], prefill_stats=PrefillStats(2, 2, 0)), 1.0)
+    one.end(cut_off=False)
+    assert context.usage.spent == (2, 1), "another answer to it has brought it"
