@@ -171,6 +171,8 @@ class AdaptiveScheduler(AnyVersionScheduler):
     def add_request(self, request: Request) -> None:
         resumed = request.request_id not in self.requests and self._resumed.enter(request)
         super().add_request(request)
+        # The next step asks whether any is in the background.
+        self.order.hints(request)
         if not resumed:
             self.order.on_arrival(request)
             return

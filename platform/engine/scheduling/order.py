@@ -45,6 +45,7 @@ class QueueOrder:
         self._swap = swap
         self._queued: dict[str, tuple[int, int, QueuedRequest]] = {}
         self._hints: dict[str, RequestHints] = {}
+        self._background: set[str] = set()
         self._token_s = 0.0
         self._arrived: dict[str, float] = {}
         self._newcomers = 0
@@ -66,6 +67,7 @@ class QueueOrder:
     def forget(self, request: Request) -> None:
         self._queued.pop(request.request_id, None)
         self._hints.pop(request.request_id, None)
+        self._background.discard(request.request_id)
         self._arrived.pop(request.request_id, None)
 
     def on_step(self, mean_step_s: float) -> None:
@@ -83,9 +85,13 @@ class QueueOrder:
 
         Priorities of the others change slowly, and a long queue is all that there is to decide.
         """
-        begin = time.perf_counter()
         # vLLM's own order is not found again from a part of it.
-        whole = begin >= self._sort_all_at or self._options.queue == "fcfs"
+        in_arrival_order = self._options.queue == "fcfs"
+        if in_arrival_order and not self._background:
+            self._newcomers = 0
+            return
+        begin = time.perf_counter()
+        whole = begin >= self._sort_all_at or in_arrival_order
         new = waiting.take_last(min(self._newcomers, len(waiting)))
         head = waiting.take_first(len(waiting) if whole else min(_HEAD, len(waiting)))
         waiting.put_first(sorted([*head, *new], key=lambda request: self.rank(request, now)))
@@ -127,6 +133,8 @@ class QueueOrder:
             extra = parameters.extra_args if parameters else None
             hints = RequestHints(expected_of(extra), deadline_of(extra), is_background(extra))
             self._hints[request.request_id] = hints
+            if hints.background:
+                self._background.add(request.request_id)
         return hints
 
     def _look_at(self, request: Request) -> QueuedRequest:

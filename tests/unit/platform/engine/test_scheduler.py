@@ -163,7 +163,22 @@ def test_all_requests_end_and_leave_nothing_however_memory_is_shared(
     assert not scheduler.has_unfinished_requests()
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
     assert not scheduler.order._hints
+    assert not scheduler.order._background
     assert scheduler.swap.totals["recomputed"] > 0 or options.preemption == "swap"
+
+
+def test_in_the_order_of_arrival_background_requests_come_after_all_others(model: Path) -> None:
+    scheduler = scheduler_of(model, OPTIONS["vLLM's own"], seats=1)
+    ended: list[str] = []
+    for number in range(2):
+        for name in ("first", "background", "second"):
+            extra = {BACKGROUND: 1} if name == "background" else {}
+            add(scheduler, f"{name} {number}", prompt=40, answer=2, **extra)
+        ended += step(scheduler)
+    while scheduler.has_unfinished_requests():
+        ended += step(scheduler)
+    others = ["first 0", "second 0", "first 1", "second 1"]
+    assert ended == [*others, "background 0", "background 1"]
 
 
 def test_running_requests_that_sit_a_step_out_keep_their_seats(model: Path) -> None:
