@@ -47,9 +47,7 @@ class ComputedTokens:
             self.timed += new
             self.device_s += device_s
 
-    def add_to(
-        self, usage: RequestUsage, prompt_id: str, answered: int, *, cut_off: bool = False
-    ) -> None:
+    def add_to(self, usage: RequestUsage, prompt_id: str, answered: int, *, cut_off: bool) -> None:
         """The request has ended; its prompt has an id that other answers to it share."""
         if self.prompt is None:
             return

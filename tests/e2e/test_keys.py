@@ -206,6 +206,19 @@ def test_tokens_are_counted_as_the_engine_counts_them_until_there_are_none_left(
     assert int(refused.headers["retry-after"]) >= told["total_tokens"] - 30
 
 
+def test_the_prompt_of_a_beam_search_is_charged_once(platform: Platform, config: Path) -> None:
+    name = "searches"
+    key = new_key(config, name)
+    noticed(platform, key, 200)
+    before = platform.metric("loomserve_key_tokens_total", key=name, kind="prompt")
+    body = {"model": HOT, "prompt": new_prompt(), "max_tokens": 4, "n": 2, "use_beam_search": True}
+    with platform.http(key) as http:
+        answer = http.post("/v1/completions", json=body).raise_for_status().json()
+    assert len(answer["choices"]) == 2
+    after = platform.metric("loomserve_key_tokens_total", key=name, kind="prompt")
+    assert after - before == answer["usage"]["prompt_tokens"]
+
+
 def test_usage_is_shown_under_the_keys_name_and_kept(platform: Platform, config: Path) -> None:
     name = "accounted"
     key = new_key(config, name)

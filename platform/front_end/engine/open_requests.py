@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,8 @@ from loomserve.platform.requests.computed_tokens import ComputedTokens
 _DIGEST_BYTES = 16
 # Of extra_args that say when and how urgently a request was sent, not what was.
 _HINTS = "loomserve_"
+# vLLM's beam search is a request for each token of each beam, with what the beam has as its prompt.
+_BEAM = re.compile(r"-[0-9a-f]+-beam-\d+$")
 _FIRST_TOLD = (EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED)
 
 
@@ -90,8 +93,8 @@ class OpenRequest:
 
     @property
     def prompt_id(self) -> str:
-        """The id that answers to one prompt share."""
-        return str(self.request.external_req_id or self.id)
+        """The id that answers to one prompt share, and the beams of its search."""
+        return _BEAM.sub("", str(self.request.external_req_id or self.id))
 
     @property
     def wire_id(self) -> str:

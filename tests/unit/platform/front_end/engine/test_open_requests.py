@@ -161,6 +161,18 @@ def test_two_answers_to_one_prompt_count_it_once() -> None:
     assert usage.own_length is None, "there are two"
 
 
+def test_the_prompt_of_a_beam_search_counts_once_and_each_of_its_tokens() -> None:
+    context = RoutingContext()
+    for tokens, beam in enumerate(("0a1f-beam-0", "77b3-beam-0", "77b3-beam-1")):
+        one = opened()
+        one.context, one.request.external_req_id = context, f"cmpl-1-{beam}"
+        stats = PrefillStats(100 + tokens, 100 + tokens, 0)
+        one.take(EngineCoreOutput("r", [7], FinishReason.LENGTH, prefill_stats=stats), 1)
+        one.end(cut_off=True)
+    usage = context.usage
+    assert usage.spent == (usage.prompt_tokens, usage.completion_tokens) == (100, 3)
+
+
 def test_of_a_request_that_moved_only_the_engine_that_ended_it_told_its_time() -> None:
     one = opened()
     one.context = RoutingContext()
