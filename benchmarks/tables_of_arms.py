@@ -450,6 +450,7 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
     "deadlines": deadlines,
     "adaptive": adaptive,
     "queues_without_predictions": adaptive,
+    "adaptive_chat": adaptive,
     "adaptive_documents": adaptive,
     "batching": batching,
     "start": start,
