@@ -115,7 +115,7 @@ class QueueOrder:
         return self._priority(self.seen(request), now)
 
     def is_background(self, request: Request) -> bool:
-        return self.seen(request).background
+        return self.hints(request).background
 
     def seen(self, request: Request) -> QueuedRequest:
         """The request as its policy sees it."""
