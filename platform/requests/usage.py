@@ -24,6 +24,7 @@ class RequestUsage:
     untimed_tokens: int = 0
     """Computed in a time that no engine told, as where an answer was cut off."""
     answers: int = 0
+    """Of which an engine has given a token."""
     cut_off: bool = False
     """Whether an answer had an end that its model did not choose."""
     _prompts: set[str] = field(default_factory=set)

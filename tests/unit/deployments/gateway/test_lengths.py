@@ -73,11 +73,10 @@ def asked(
 ) -> tuple[ForwardRequest, Lengths, bytes]:
     """One request through the endpoint; it, the predictor, the answer's body."""
 
-    async def in_pieces(request: ForwardRequest) -> Answer:
+    async def answer(request: ForwardRequest) -> Answer:
         usage = request.usage
         usage.answers, usage.completion_tokens, usage.cut_off = answers, 26, cut_off
-        pieces = [ANSWER[at : at + 10] for at in range(0, len(ANSWER), 10)]
-        messages = answered(*pieces, status=status)
+        messages = answered(ANSWER, status=status)
         return messages[:-1] if client_leaves else messages
 
     route = ModelRoute(
@@ -87,7 +86,7 @@ def asked(
     )  # fmt: skip
     routes: Any = SimpleNamespace(choose=lambda fields, key, preferred=None: route)
     lengths: Any = Lengths(predicts=predicts, has_learnt=has_learnt)
-    engines = AnsweringEngines(in_pieces)
+    engines = AnsweringEngines(answer)
     registry = CollectorRegistry()
     meter = TokenMeter(KeyMetrics(registry), Path("/nowhere"))
     endpoint = ClientEndpoint(

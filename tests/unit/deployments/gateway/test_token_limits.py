@@ -126,14 +126,18 @@ def gateway(tmp_path: Path) -> Gateway:
     return Gateway(tmp_path / "tokens.json")
 
 
-@pytest.mark.parametrize("key", [LIMITED, FREE], ids=["limited", "free"])
+@pytest.mark.parametrize("asks", [None, {"include_usage": True}, {"include_usage": False}])
 def test_a_stream_is_charged_whatever_it_tells_and_passes_as_it_is(
-    gateway: Gateway, key: ApiKey
+    gateway: Gateway, asks: dict[str, Any] | None
 ) -> None:
-    answer = asyncio.run(gateway.ask(key))
-    assert answer.body.count(b"data: ") == 6
-    assert "stream_options" not in json.loads(gateway.engine.bodies[0])
-    assert gateway.charged(key) == PROMPT + 5
+    options = {} if asks is None else {"stream_options": asks}
+    limited = asyncio.run(gateway.ask(LIMITED, **options))
+    free = asyncio.run(gateway.ask(FREE, **options))
+    assert limited.body == free.body
+    assert limited.body.count(b"data: ") == 6
+    for body in gateway.engine.bodies:
+        assert json.loads(body).get("stream_options") == asks
+    assert gateway.charged(LIMITED) == gateway.charged(FREE) == PROMPT + 5
 
 
 def test_a_stream_that_is_cut_off_is_charged_so_far(gateway: Gateway) -> None:
