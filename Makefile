@@ -4,13 +4,8 @@ export DEVICE
 
 PYTHON := .venv/bin/python
 
-# Many unit tests wait for something, so there are two processes a core, though no more than memory has room for.
-UNIT_TESTS := -n $(shell n=$$((2 * $$(nproc))); echo $$((n < 16 ? n : 16))) tests/unit
-# In two processes, of which each has a core for integration tests' engines; tests/groups.py says who runs what.
-SIDE_BY_SIDE := -n 2 --dist loadscope --no-loadscope-reorder
-
 .DEFAULT_GOAL := help
-.PHONY: help install serve performance dashboards test test-all lint typecheck format bench-overhead bench-steps bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-documents bench-pd bench-adaptive bench-slo bench-deadlines bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-rebalance-replicas bench-continue bench-start bench-elastic bench-decisions check-batch check-day gpu-check gpu-bundle image image-base check-image hashes sbom clean
+.PHONY: help install serve performance dashboards test test-engines test-all quick lint typecheck format bench-overhead bench-steps bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-documents bench-pd bench-adaptive bench-slo bench-deadlines bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-rebalance-replicas bench-continue bench-start bench-elastic bench-decisions check-batch check-day gpu-check gpu-bundle image image-base check-image hashes sbom clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,14 +17,17 @@ install: ## make .venv with everything needed (DEVICE=cpu or cuda)
 serve: install ## serve CONFIG (default examples/laptop.yaml) until Ctrl-C
 	@exec .venv/bin/loomserve serve $(CONFIG)
 
-test: install ## run the tests, but for those that take minutes each
-	@$(PYTHON) -m pytest -m "not slow" $(UNIT_TESTS)
-	@$(PYTHON) -m pytest -m "not slow" $(SIDE_BY_SIDE) --durations=20 tests/integration
-	@$(PYTHON) -m pytest -m "not slow" $(SIDE_BY_SIDE) --durations=30 tests/e2e tests/cluster
+test: install ## run all unit tests, the control plane on simulated engines, and a test of each claim on real ones
+	@$(PYTHON) -m tests.rings test
 
-test-all: install ## run all tests, some two hours on two cores
-	@$(PYTHON) -m pytest $(UNIT_TESTS)
-	@$(PYTHON) -m pytest tests/integration tests/e2e tests/cluster tests/image
+test-engines: install ## run all other tests of real engines and clusters
+	@$(PYTHON) -m tests.rings engines
+
+test-all: install ## run both, and the tests that take minutes each
+	@$(PYTHON) -m tests.rings test engines slow
+
+quick: install ## run the tests that the changes since main reach (ENGINES=1: those of engines, too)
+	@$(PYTHON) -m tests.reached $(if $(ENGINES),--engines)
 
 lint: install ## check style, and which package imports which
 	@$(PYTHON) -m ruff check .
@@ -154,7 +152,8 @@ check-image: ## run an image (IMAGE) as pods do, and see that it answers a reque
 dashboards: install ## write Grafana's dashboards from their tables, and the chart's files of them and of alerts
 	@$(PYTHON) -m dashboards
 
-hashes: install ## write hashes.txt anew, after a change of constraints.txt
+# Not after an installation, which refuses what has no hash.
+hashes: ## write hashes.txt anew, after a change of constraints.txt
 	@(echo "# Hashes of all files of each package, which the installer checks. Made by make hashes." && \
 	    { grep -v '^#' constraints.txt; grep -o 'torch==[0-9.]*' pyproject.toml; } | \
 	    .venv/bin/uv --quiet pip compile --no-deps --no-annotate --no-header --generate-hashes -) > hashes.new

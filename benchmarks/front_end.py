@@ -1,12 +1,12 @@
 """How many chunks of streams, or whole answers, does one front end pass on, a second of one core?
 
 The front end is the gateway's own: its middleware, its endpoint, vLLM's serving layer in its
-process, its HTTP server, on core 0 alone. On core 1 are a fake engine, which speaks the wire and
-gives each open request a token a step, and the client. What is counted is the front end's processor
-time, threads and all, so the figure does not depend on how much of the core it had. With
-``--whole`` nothing is streamed, each answer has some 200 bytes of text, and the engine gives it in
-one step. With ``--bare`` clients are on vLLM's serving layer itself, on uvicorn as it comes: no
-gateway on it can pass on more.
+process, its HTTP server, on core 0 alone. On core 1 are a simulated engine, which gives each open
+request a token a step, and the client. What is counted is the front end's processor time, threads
+and all, so the figure does not depend on how much of the core it had. With ``--whole`` nothing is
+streamed, each answer has some 200 bytes of text, and the engine gives it in one step. With
+``--bare`` clients are on vLLM's serving layer itself, on uvicorn as it comes: no gateway on it can
+pass on more.
 
 The last line of the output is one JSON object, also written to ``benchmarks/results``. Exit codes:
 0 measured; 1 a request failed, or nothing came.
@@ -35,6 +35,13 @@ import uvloop
 from benchmarks.load import prompts
 from benchmarks.report import Spread
 from benchmarks.result_files import machine, publish, said_by
+from loomserve.platform.engine.core.messages import EngineStart
+from loomserve.platform.models.simulated import fetch
+from loomserve.platform.run.engine_address import EngineAddress
+from loomserve.platform.simulated.core import SimulatedCore
+from loomserve.platform.simulated.engine import SimulatedEngine
+from loomserve.platform.simulated.options import SIMULATED_CONFIG
+from loomserve.platform.simulated.wire import Outputs
 
 GOALS = {"chunks": 20_000.0, "whole": 2_000.0}
 BARE = "_bare"
@@ -42,7 +49,6 @@ ARMS = tuple(f"{kind}{ending}" for kind in GOALS for ending in ("", BARE))
 MODEL = "m"
 LONGEST = 2048
 OPTIONS = {"max_model_len": LONGEST, "block_size": 32, "enforce_eager": True, "dtype": "float32"}
-TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home by the river. "
 WHOLE_TOKENS = 48
 FRONT_END_CORE, OTHER_CORE = 0, 1
 START_TIMEOUT_S = 300.0
@@ -59,8 +65,7 @@ class Plan:
         max_tokens: Of an answer.
         path: The endpoint.
         stream_interval: vLLM's: tokens that it puts into one chunk.
-        a_step: Tokens that a request gets in one step of the engine.
-        stream: Whether answers are streamed.
+        stream: Whether answers are streamed; else the engine gives each in one step.
         bare: Whether there is no gateway on vLLM's serving layer.
     """
 
@@ -71,7 +76,6 @@ class Plan:
     max_tokens: int
     path: str
     stream_interval: int
-    a_step: int
     stream: bool
     bare: bool
 
@@ -164,7 +168,10 @@ async def _request(
         if "chat" in plan.path
         else {"prompt": prompt}
     )
-    body = {"model": MODEL, "max_tokens": plan.max_tokens, "stream": plan.stream, **asked}
+    body = {
+        **{"model": MODEL, "max_tokens": plan.max_tokens, "ignore_eos": True},
+        **{"stream": plan.stream, **asked},
+    }
     url = f"http://127.0.0.1:{port}{plan.path}"
     last = b""
     async with session.post(url, json=body) as response:
@@ -199,11 +206,10 @@ async def serve_bare(given: dict[str, Any]) -> None:
     from loomserve.platform.front_end.engine.serving import ModelServing
     from loomserve.platform.front_end.metrics import ContinuationMetrics
     from loomserve.platform.http.server import listen
-    from loomserve.platform.run.engine_address import EngineAddress
 
     serving = ModelServing(
         MODEL,
-        {**_options(given), "model": given["path"]},
+        {**_options(given), "model": given["model"]},
         lambda routing: "r1",
         ContinuationMetrics(CollectorRegistry()).of(MODEL),
     )
@@ -221,7 +227,7 @@ async def serve_bare(given: dict[str, Any]) -> None:
 
 
 async def serve(given: dict[str, Any]) -> None:
-    """Serve the model of the fake engine at ``given["engine"]`` until this is killed."""
+    """Serve the model of the engine at ``given["engine"]`` until this is killed."""
     from prometheus_client import CollectorRegistry
     from starlette.applications import Starlette
 
@@ -237,7 +243,6 @@ async def serve(given: dict[str, Any]) -> None:
     from loomserve.platform.http.server import HttpServer, listen
     from loomserve.platform.lengths.service import LengthPredictions
     from loomserve.platform.requests.metrics import GatewayMetrics
-    from loomserve.platform.run.engine_address import EngineAddress
     from loomserve.platform.state import ModelStatus
 
     async def never_asked(model: str) -> None:
@@ -259,7 +264,7 @@ async def serve(given: dict[str, Any]) -> None:
         max_model_len=LONGEST,
         kvstore=False,
         front_end=FrontEndSpec(
-            path=given["path"],
+            path=given["model"],
             engine_options=_options(given),
         ),
         replicas=(
@@ -279,7 +284,7 @@ async def serve(given: dict[str, Any]) -> None:
     )
     app = ingress_middleware(
         DirectPosts(
-            {given["endpoint"]: clients.at(given["endpoint"])},
+            {given["path"]: clients.at(given["path"])},
             Starlette(exception_handlers=exception_handlers),
         ),
         Server(),
@@ -297,35 +302,52 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
     return {**OPTIONS, "stream_interval": given["stream_interval"]}
 
 
+# The engine's process
+
+
+class AtOnce(SimulatedEngine):
+    """It gives each answer in one step."""
+
+    def end(self, now: float) -> dict[int, Outputs]:
+        outputs = super().end(now)
+        for output in [each for of_one in outputs.values() for each in of_one.outputs]:
+            held = self.requests.get(output.request_id)
+            if held is not None:
+                output.new_token_ids += held.answer.tokens[held.given :]
+                output.finish_reason = held.answer.reason
+                self.abort([output.request_id])
+        return outputs
+
+
+def compute(given: dict[str, Any]) -> None:
+    """Be the engine, until this is killed."""
+    simulated = {
+        **{"kv_tokens": 2**24, "step_ms": 1000 * given["period_s"], "token_ms": 0},
+        **{"request_ms": 0, "context_token_ms": 0, "attention_pair_ms": 0},
+    }
+    options = {
+        **{**OPTIONS, "max_num_seqs": 1024, "max_num_batched_tokens": 2**20},
+        "additional_config": {SIMULATED_CONFIG: simulated},
+    }
+    start = EngineStart(options=options, address=EngineAddress(*given["engine"]), simulated=True)
+    SimulatedCore(start, SimulatedEngine if given["stream"] else AtOnce).run()
+
+
 # The command
 
 
 def measure(plan: Plan, spy: Path | None) -> dict[str, float]:
     """Start both processes, load the front end, end them."""
-    from transformers import AutoTokenizer
-
-    from loomserve.platform.models import catalog
-
-    path = str(catalog.resolve("demo", Path.cwd(), print))
-    tokens = AutoTokenizer.from_pretrained(path).encode(TEXT)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         addresses = [f"ipc://{folder}/engine.{end}" for end in ("in", "out")]
-        engine = _start(
-            OTHER_CORE,
-            *("-m", "benchmarks.fake_engine", *addresses, str(plan.period_s), str(plan.a_step)),
-            *map(str, tokens),
-        )
         given = {
             "engine": addresses,
-            "path": path,
+            "model": str(fetch()),
             "folder": folder,
-            "endpoint": plan.path,
-            "stream_interval": plan.stream_interval,
-            "bare": plan.bare,
+            **asdict(plan),
         }
-        front_end = _start(
-            FRONT_END_CORE, "-m", "benchmarks.front_end", "--serve", json.dumps(given)
-        )
+        engine = _start(OTHER_CORE, "--compute", given)
+        front_end = _start(FRONT_END_CORE, "--serve", given)
         spying = None
         try:
             assert front_end.stdout is not None
@@ -350,9 +372,10 @@ def measure(plan: Plan, spy: Path | None) -> dict[str, float]:
                 process.wait()
 
 
-def _start(core: int, *command: str) -> subprocess.Popen[bytes]:
+def _start(core: int, what: str, given: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "benchmarks.front_end", what, json.dumps(given)]
     return subprocess.Popen(
-        ["taskset", "-c", str(core), sys.executable, *command],
+        ["taskset", "-c", str(core), *command],
         stdout=subprocess.PIPE,
         env={**os.environ, "LOOMSERVE_RUN": tempfile.gettempdir(), "VLLM_LOGGING_LEVEL": "ERROR"},
     )
@@ -367,11 +390,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--warmup", type=float, default=10)
     parser.add_argument("--max-tokens", type=int, help="1000; of whole answers 48, some 200 bytes")
-    parser.add_argument("--a-step", type=int, help="tokens in a step: 1; of whole answers all")
     parser.add_argument("--path", default="/v1/chat/completions")
     parser.add_argument("--stream-interval", type=int, default=1)
     parser.add_argument("--spy", type=Path, help="file for py-spy's stacks of the last window")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    for process in ("--serve", "--compute"):
+        parser.add_argument(process, type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -386,7 +409,6 @@ def plan_of(arm: str, options: argparse.Namespace) -> Plan:
         max_tokens=most,
         path=options.path,
         stream_interval=options.stream_interval,
-        a_step=options.a_step or (1 if stream else most),
         stream=stream,
         bare=arm.endswith(BARE),
     )
@@ -410,8 +432,9 @@ def report(found: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]
 
 def main() -> int:
     options = parse()
-    if options.serve:
-        given = json.loads(options.serve)
+    if options.compute:
+        compute(options.compute)
+    if given := options.serve:
         uvloop.run(serve_bare(given) if given["bare"] else serve(given))
         return 0
     os.sched_setaffinity(0, {OTHER_CORE})
@@ -426,7 +449,7 @@ def main() -> int:
     except RequestFailedError as error:
         print(f"not measured: {error}", file=sys.stderr)
         return 1
-    setup = said_by(options, "spy", "serve")
+    setup = said_by(options, "spy", "serve", "compute")
     publish("front_end", report(found), setup=setup, facts=facts)
     return 0
 

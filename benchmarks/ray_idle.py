@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.result_files import machine, publish, said_by
-from loomserve.deployments.ray_start import init_own_ray
+from loomserve.deployments.ray_start import join
+from loomserve.platform.nodes.lone_ray import LoneRay
 from loomserve.platform.run.folder import RunFolder
 from loomserve.platform.run.leftovers import end_run
 from loomserve.platform.run.ray_environment import set_environment
@@ -28,7 +29,7 @@ _SETTLE_S = 15.0
 def start(run: RunFolder, replicas: int) -> None:
     """Ray Serve as the platform has it, with replicas that do nothing."""
     set_environment(run)
-    init_own_ray(run, {})
+    join(LoneRay(run).start({}, lambda: False))
     # Ray reads its environment when it is imported.
     from ray import serve
 

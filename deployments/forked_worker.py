@@ -51,8 +51,8 @@ def main(stdin: int, title: str, folder: str, script: str, *arguments: str) -> N
     os.dup2(stdin, _STDIN)
     os.close(stdin)
     os.chdir(folder)
-    # Ray ends a worker's whole group with it.
-    os.setpgid(0, 0)
+    # Ray ends a worker's whole group with it, and Linux shares cores among sessions first.
+    os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Ray's own way fails in a process whose environment is another than at its start.
     setproctitle(title)

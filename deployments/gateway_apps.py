@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from loomserve.deployments.ending import EMPTY_LOOK_S
+from loomserve.deployments.ending import EMPTY_LOOK_S, HEALTH_CHECKS
 from loomserve.deployments.gateway.gateway import Gateway
 from loomserve.deployments.serve_logging import serve_logging
 from loomserve.deployments.worker_launcher import py_executable
@@ -47,7 +47,7 @@ def build_gateway_app(
         num_replicas=config.server.front_ends,
         # Requests do not pass through Serve; of batches the lane sends only so many lines.
         max_ongoing_requests=1_000_000,
-        health_check_period_s=2,
+        **HEALTH_CHECKS,
         # One that replaces another listens beside it before that stops.
         max_surge_percent=100,
         graceful_shutdown_timeout_s=config.server.drain_timeout_s + 15,

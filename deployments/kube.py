@@ -8,9 +8,13 @@ token that processes ask each other for, comes from the pods' environment.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
+
+from ray.serve.exceptions import RayServeException
 
 from loomserve.deployments.batch.standby import StandbyBatchLane
 from loomserve.deployments.controller.pod_controller import PodController
@@ -30,11 +34,36 @@ from loomserve.platform.fleet.messages import (
 )
 from loomserve.platform.http.audit_log import audit_log_path
 from loomserve.platform.kubernetes.pods import internal_token, read_config
+from loomserve.platform.run.ending import in_a_paragraph
+
+_log = logging.getLogger("ray.serve")
 
 # Kubernetes brings a changed Secret to its pods within a minute or so.
 _CONFIG_TIMEOUT_S = 180.0
 
 
+Builder = Callable[[dict[str, str]], Any]
+
+
+def _told_in_a_paragraph(build: Builder) -> Builder:
+    """A builder whose errors are the application's message as they are.
+
+    Serve puts the traceback of any other exception than its own there, after four attempts.
+    """
+
+    @wraps(build)
+    def built(args: dict[str, str]) -> Any:
+        try:
+            return build(args)
+        except Exception as error:
+            _log.error("an application cannot be built", exc_info=error)
+            told = in_a_paragraph(error, "Serve's log in the head's pod shows where")
+            raise RayServeException(told) from None
+
+    return built
+
+
+@_told_in_a_paragraph
 def controller(args: dict[str, str]) -> Any:
     """The controller, which waits for the nodes and checks them before it runs."""
     config, base = _given(args)
@@ -43,6 +72,7 @@ def controller(args: dict[str, str]) -> Any:
     )
 
 
+@_told_in_a_paragraph
 def gateway(args: dict[str, str]) -> Any:
     """The gateways of a node; without one, those of the head."""
     config, base = _given(args)
@@ -51,12 +81,9 @@ def gateway(args: dict[str, str]) -> Any:
     return build_gateway_app(config, internal_token(), store, args.get("node"))
 
 
+@_told_in_a_paragraph
 def batch(args: dict[str, str]) -> Any:
-    """The batch lane, which runs before it has its folder.
-
-    Raises:
-        StartError: the configuration has none.
-    """
+    """The batch lane, which runs before it has its folder."""
     config, base = _given(args)
     folder = batch_folder(config, base)
     if config.batch is None or folder is None:
@@ -70,6 +97,7 @@ def batch(args: dict[str, str]) -> Any:
     )
 
 
+@_told_in_a_paragraph
 def ready(args: dict[str, str]) -> Any:
     """Runs once the configured models answer, and holds traffic back until then."""
     config, _ = _given(args)

@@ -6,16 +6,16 @@ Ray reads its environment when it is imported, so that it is imported within fun
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 from filelock import FileLock, Timeout
@@ -25,28 +25,21 @@ from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.config import Config
 from loomserve.platform.devices.gpus import vllm_is_for
-from loomserve.platform.engine.process.forking import start_fork_server
+from loomserve.platform.engine.process.kept_fork_server import KeptForkServer
 from loomserve.platform.fleet.messages import is_ours
-from loomserve.platform.nodes.reaping import has_ended
+from loomserve.platform.nodes.lone_ray import LoneRay, busy
+from loomserve.platform.nodes.reaping import reap_orphans
 from loomserve.platform.nodes.resources import STATE, name_in, offered_by_devices
 from loomserve.platform.nodes.token import read_token, token_path
+from loomserve.platform.run.ending import Interrupted, finished, telling
 from loomserve.platform.run.folder import RunFolder
-from loomserve.platform.run.guard import start_guard
+from loomserve.platform.run.guard import end_guard, start_guard
 from loomserve.platform.run.leftovers import end_run
 from loomserve.platform.run.listening import check_listening
-from loomserve.platform.run.ray_environment import (
-    LOGICAL_CPUS,
-    OBJECT_STORE_BYTES,
-    driver_environment,
-    set_environment,
-)
-from loomserve.platform.run.shared_memory import RunMemory, watch_memory
+from loomserve.platform.run.ray_environment import driver_environment, set_environment
+from loomserve.platform.run.upkeep import RunUpkeep, keep_looking
 
-# One machine is all there is, so all that talks to itself stays on it, wherever the server listens.
-_OWN_ADDRESS = "127.0.0.1"
 _LOOK_S = 0.5
-_DAEMONS = frozenset({"gcs_server", "raylet"})
-"""Processes of a Ray of one machine without which nothing goes on, and which Ray starts once."""
 # A raylet that has just joined is not known to all parts of Ray at once.
 _OWN_NODE_TIMEOUT_S = 20.0
 # A command that was told to end may still be ending.
@@ -55,13 +48,18 @@ _COMMAND_TIMEOUT_S = 5.0
 _STORES_TIMEOUT_S = 30.0
 
 
+Unless = Callable[[], object]
+"""Says something once nobody waits any more."""
+
+
 class PlatformRay(Protocol):
     """What the command does with Ray beside deploying on it."""
 
-    def start(self) -> None:
+    def start(self, unless: Unless) -> None:
         """
         Raises:
             StartError: Ray cannot be started or joined.
+            Interrupted: ``unless`` has said something.
         """
 
     def make_room(self) -> None:
@@ -76,12 +74,15 @@ class PlatformRay(Protocol):
             StartError: a process of the platform listens where others reach it.
         """
 
-    def lost(self) -> str | None:
-        """A process that this command started, without which nothing goes on, and which has ended;
-        None: there is none."""
+    def lost(self, wait_s: float = 0.0) -> str | None:
+        """A process that this command started, without which nothing goes on, and which has ended,
+        for which this waits so long; None: there is none."""
+
+    def last_said(self, name: str) -> str:
+        """The last that this process has said."""
 
     def delete_platform(self) -> None:
-        """End what is deployed, once running requests have finished."""
+        """End what is deployed, once running requests have finished; nothing, unless joined."""
 
     def end(self) -> None:
         """Leave Ray, once nothing of the platform runs on it."""
@@ -93,81 +94,116 @@ class PlatformRay(Protocol):
 class OwnRay:
     """A Ray of this machine alone, in a run of its own."""
 
-    def __init__(self, config: Config, keep: Iterable[Path]) -> None:
+    def __init__(self, config: Config, keep: Iterable[Path], say: Callable[[str], None]) -> None:
         """``keep`` is shared memory that outlives the run."""
-        self._config, self._keep = config, list(keep)
+        self._config, self._keep, self._say = config, list(keep), say
         self._run: RunFolder | None = None
         self._guard: subprocess.Popen[bytes] | None = None
-        self._forks: subprocess.Popen[bytes] | None = None
-        self._others = set[psutil.Process]()
-        self._daemons: dict[str, psutil.Process] = {}
+        self._forks: KeptForkServer | None = None
+        self._ray: LoneRay | None = None
+        self._joined = False
         self._ended = threading.Event()
 
-    def start(self) -> None:
+    def start(self, unless: Unless) -> None:
+        try:
+            address = self._start_processes(unless)
+        except StartError as error:
+            self.kill()
+            self._say(f"{error}; starting it once more")
+            try:
+                address = self._start_processes(unless)
+            except StartError as again:
+                raise StartError(f"{again}{busy()}") from again
+        assert self._run is not None
+        # Not beside Ray's own start: it takes a core for seconds.
+        self._forks = KeptForkServer(self._run, os.environ, preloaded(vllm_is_for()))
+        self._forks.start()
+        try:
+            finished(lambda: join(address), lambda: unless() or self.lost(), self._tell)
+        except Interrupted:
+            if unless() or (name := self.lost()) is None:
+                raise
+            said = self.last_said(name)
+            raise StartError(f"Ray did not start: its {name} has ended ({said}){busy()}") from None
+        except Exception as error:  # Ray has no class of its own for that
+            raise StartError(f"Ray did not start: {_first_line(error)}{busy()}") from error
+        self._joined = True
+        self._ended = threading.Event()
+        looks = (self._ended, self._forks.look, RunUpkeep(self._run).look)
+        threading.Thread(target=keep_looking, args=looks, daemon=True).start()
+
+    def _start_processes(self, unless: Unless) -> str:
+        """Start Ray in a new run; returns where it is joined."""
         self._run = run = RunFolder.create()
         set_environment(run)
         # It is held for its pipe, with whose end it ends the run.
         self._guard = start_guard(run, self._keep)
-        # Also what follows semaphores, once a process has been spawned to check something.
-        self._others = set(psutil.Process().children(recursive=True))
-        # It imports what engines and gateways need while Ray starts.
-        self._forks = start_fork_server(run, os.environ, preloaded(vllm_is_for()))
-        try:
-            init_own_ray(run, offered_by_devices(self._config.devices))
-        except Exception as error:  # Ray has no class of its own for that
-            raise StartError(
-                f"Ray did not start: {error} If the machine is busy, try again when it is less so."
-            ) from error
-        mine = psutil.Process().children()
-        self._daemons = {name: each for each in mine if (name := each.name()) in _DAEMONS}
-        memory = RunMemory(run.memory)
-        threading.Thread(target=watch_memory, args=(memory, self._ended), daemon=True).start()
+        # It takes seconds, too, in which signals are not waited for.
+        threading.Thread(target=importlib.import_module, args=("ray",), daemon=True).start()
+        self._ray, look = LoneRay(run), telling(self._tell)
+        resources = offered_by_devices(self._config.devices)
+        return self._ray.start(resources, lambda: look() or unless())
+
+    def _tell(self, seconds: float) -> None:
+        self._say(f"waiting for Ray ({seconds:.0f} s)")
 
     def make_room(self) -> None:
         """A Ray of its own has nothing yet."""
 
-    def lost(self) -> str | None:
-        return next((name for name, each in self._daemons.items() if has_ended(each)), None)
+    def lost(self, wait_s: float = 0.0) -> str | None:
+        if wait_s:
+            # Ray's processes are this one's children only since others of them have ended.
+            reap_orphans({each.pid for each in (self._guard, self._forks) if each is not None})
+        return self._ray.ended(wait_s) if self._ray is not None else None
+
+    def last_said(self, name: str) -> str:
+        return self._ray.said(name) if self._ray is not None else ""
 
     def delete_platform(self) -> None:
-        from ray import serve
+        if self._joined:
+            from ray import serve
 
-        serve.shutdown()
+            _delete_ours()
+            serve.shutdown()
 
     def check_listening(self, config: Config) -> None:
         mine = psutil.Process().children(recursive=True)
         check_listening(mine, config.server.ports)
 
     def end(self) -> None:
-        import ray
+        if self._joined:
+            import ray
 
-        if self._forks is not None:
-            self._forks.terminate()
-        ending = set(psutil.Process().children(recursive=True)) - self._others
-        ray.shutdown()
-        psutil.wait_procs(ending, timeout=5)
+            ray.shutdown()
         self.kill()
 
     def kill(self) -> None:
         """Kill every process at once, and give shared memory back, which outlives them."""
         self._ended.set()
-        if self._run is not None:
-            end_run(self._run, children=psutil.Process().children(recursive=True))
+        if self._forks is not None:
+            self._forks.stop()
+        run, guard = self._run, self._guard
+        if run is None or guard is None:
+            return
+        # Those that this process has started before the run are not known by it.
+        children = psutil.Process().children(recursive=True)
+        end_run(run, children=[each for each in children if each.pid != guard.pid])
+        run.release()
+        end_guard(guard)
+        if self._ray is not None:
+            self._ray.close()
+        self._run = self._guard = self._ray = self._forks = None
 
 
-def init_own_ray(run: RunFolder, resources: Mapping[str, float]) -> None:
-    """Start a Ray of this machine alone in a run whose environment is set, and join it."""
-    _quiet_ray().init(
-        address="local",
-        num_cpus=LOGICAL_CPUS,
-        resources=dict(resources),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=OBJECT_STORE_BYTES,
-        _node_ip_address=_OWN_ADDRESS,
-        _temp_dir=str(run.ray),
-    )
+def join(address: str) -> None:
+    """Join a Ray that is up, in whose environment this process is."""
+    # What Ray and Serve say about themselves drowns what the user wants to know.
+    logging.disable(logging.INFO)
+    import ray
+
+    # It warns that it sets no handler of signals in a thread.
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
 
 
 class JoinedRay:
@@ -181,7 +217,10 @@ class JoinedRay:
         self._lock: FileLock | None = None
         self._began_serve = self._has_room = False
 
-    def start(self) -> None:
+    def start(self, unless: Unless) -> None:
+        finished(self._join, unless)
+
+    def _join(self) -> None:
         address = self._cluster.address or os.environ.get("RAY_ADDRESS")
         if address is None:
             raise StartError(
@@ -191,15 +230,12 @@ class JoinedRay:
         self._lock = _only_command(address)
         os.environ.update(driver_environment(str(self._token_file)))
         os.environ.pop("RAY_AUTH_TOKEN", None)
-        ray = _quiet_ray()
         try:
-            ray.init(
-                address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False
-            )
+            join(address)
         except Exception as error:  # Ray has no class of its own for that
             raise StartError(
                 f"cannot join the cluster at {address}: {_first_line(error)} Is loomserve node up "
-                "on this machine, and is the token the same?"
+                f"on this machine, and is the token the same?{busy()}"
             ) from error
         self._check_own_node()
         self._await_nodes()
@@ -214,9 +250,13 @@ class JoinedRay:
         _stop_stores()
         self._has_room = True
 
-    def lost(self) -> str | None:
+    def lost(self, wait_s: float = 0.0) -> str | None:
         """``loomserve node`` starts the cluster's own anew."""
+        time.sleep(wait_s)
         return None
+
+    def last_said(self, name: str) -> str:
+        return ""
 
     def delete_platform(self) -> None:
         from ray import serve
@@ -286,7 +326,7 @@ def platform_ray(
         keep: shared memory that outlives a run.
     """
     if config.cluster is None:
-        return OwnRay(config, keep)
+        return OwnRay(config, keep, say)
     given = config.cluster.token_file
     return JoinedRay(config, token_path(base / given if given else None), say)
 
@@ -321,11 +361,17 @@ def _serve_runs() -> bool:
 
 
 def _delete_ours() -> None:
+    """End our applications, each of which ends within the time that its requests have.
+
+    Serve's own calls that wait give up after 30 or 60 s, and its end then cuts those requests.
+    """
     from ray import serve
 
-    ours = [name for name in serve.status().applications if is_ours(name)]
-    with ThreadPoolExecutor(max(1, len(ours))) as deleting:
-        list(deleting.map(serve.delete, ours))
+    # Until the controller has ended it may deploy.
+    while ours := [name for name in serve.status().applications if is_ours(name)]:
+        for name in ours:
+            serve.delete(name, _blocking=False)
+        time.sleep(_LOOK_S)
 
 
 def _stop_stores() -> None:
@@ -339,14 +385,6 @@ def _nodes_up() -> set[str]:
 
     names = (name_in(node["Resources"]) for node in ray.nodes() if node["Alive"])
     return {name for name in names if name is not None}
-
-
-def _quiet_ray() -> Any:
-    # What Ray and Serve say about themselves drowns what the user wants to know.
-    logging.disable(logging.INFO)
-    import ray
-
-    return ray
 
 
 def _first_line(error: Exception) -> str:

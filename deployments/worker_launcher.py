@@ -15,8 +15,8 @@ from loomserve.platform.run.folder import PYTHON_VARIABLE
 
 _CHILD = "loomserve.deployments.forked_worker"
 _STDIN = 0
-# Of the fork server's imports, on a busy machine.
-_TIMEOUT_S = 120.0
+# Of the fork server's imports, on a busy machine; one that has ended refuses at once.
+_TIMEOUT_S = 600.0
 
 
 def py_executable(title: str) -> str:

@@ -85,13 +85,33 @@ mkdir -p "$venv"
 rm -f "$stamp"
 : >"$log"
 
+# progress LABEL PID: shows what the installer with this id does, until it ends or this is killed:
+# on a terminal the log's last line, else how long it has been at it.
+progress() {
+    local begin=$SECONDS next=15
+    while sleep 1 >/dev/null 2>&1 && kill -0 "$2" 2>/dev/null; do
+        if [[ -t 1 ]]; then
+            printf '\r\033[K  %s ... %d s: %.60s' "$1" $((SECONDS - begin)) \
+                "$(tail -n 1 "$log" | tr -cd '[:print:]')"
+        elif ((SECONDS - begin >= next)); then
+            printf '%d s ... ' $((SECONDS - begin))
+            next=$((next + 15))
+        fi
+    done
+}
+
 # step LABEL COMMAND...: runs it with its output in the log, and says how long it took.
 step() {
-    local label=$1 begin=$SECONDS
+    local label=$1 begin=$SECONDS status=0 shown
     shift
     printf '  %s ... ' "$label"
     printf '\n==> %s\n' "$*" >>"$log"
-    if "$@" >>"$log" 2>&1; then
+    progress "$label" $$ 9<&- &
+    shown=$!
+    "$@" >>"$log" 2>&1 || status=$?
+    kill "$shown" && wait "$shown" 2>/dev/null || true
+    [[ ! -t 1 ]] || printf '\r\033[K  %s ... ' "$label"
+    if ((status == 0)); then
         printf 'done (%d s)\n' $((SECONDS - begin))
     else
         printf 'failed (%d s)\n' $((SECONDS - begin))

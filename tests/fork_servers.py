@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import signal
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from loomserve.platform.engine.process.forking import start_fork_server
+from loomserve.platform.engine.process.kept_fork_server import KeptForkServer
 from loomserve.platform.run.folder import RunFolder
 
 
 @contextmanager
-def fork_server_of(
-    modules: Iterable[str],
-) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def fork_server_of(modules: Iterable[str]) -> Iterator[tuple[str, KeptForkServer]]:
     """The run's folder, for ``RUN_VARIABLE``, and the server, which ends with the context.
 
     Args:
@@ -26,6 +24,23 @@ def fork_server_of(
     with tempfile.TemporaryDirectory(prefix="run") as folder:
         run = RunFolder(Path(folder))
         run.sockets.mkdir()
-        with start_fork_server(run, os.environ, modules) as server:
+        server = KeptForkServer(run, os.environ, modules)
+        server.start()
+        try:
             yield folder, server
-            server.kill()
+        finally:
+            server.stop()
+            ended(server)
+
+
+def kill(server: KeptForkServer) -> None:
+    """Kill it, so that there is none until it is looked at."""
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    ended(server)
+
+
+def ended(server: KeptForkServer) -> None:
+    process = server._process
+    assert process is not None
+    process.wait(30)

@@ -33,8 +33,6 @@ _log = logging.getLogger("ray.serve")
 # Engines report every two seconds.
 _FRESH_S = 0.5
 _ANSWER_S = 5.0
-# A gateway ends a line by itself; one that is stopped does not.
-_GATEWAY_GRACE_S = 30.0
 _BY_CODE = {EngineGone.reason: LineOutcome.ENGINE_ENDED, QUERY_OF_DEATH: LineOutcome.DEADLY}
 _GATEWAY_FAILED = (
     b'{"error": {"message": "The server failed on this request. Send it again.", '
@@ -57,7 +55,7 @@ class GatewayExecutor:
         Args:
             gateway: any of them.
             controller: knows the engines.
-            line_timeout_s: an engine has a line for so long at most.
+            line_timeout_s: an engine gives a line no token for so long at most.
             generation: the lane's.
         """
         self._generation = generation
@@ -106,11 +104,8 @@ class GatewayExecutor:
         )
         response = self._gateway.complete_line.remote(line.model_dump())
         try:
-            async with asyncio.timeout(self._line_timeout_s + _GATEWAY_GRACE_S):
-                status, body = await ended_with_caller(response)
-        except TimeoutError:
-            _log.warning("a gateway holds a batch's line without end")
-            return LineAnswer(LineOutcome.AWAY, 503, _GATEWAY_AWAY)
+            # A gateway that is stopped is ended by Serve, and its lines with it.
+            status, body = await ended_with_caller(response)
         except RayTaskError as error:
             _log.warning("a gateway has failed on a batch's line: %r", error)
             return LineAnswer(LineOutcome.ENGINE_FAILED, 500, _GATEWAY_FAILED)

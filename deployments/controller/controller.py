@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import ray
 
 from loomserve.deployments.controller.adapters import ModelAdapters
+from loomserve.deployments.controller.learning import ReplicaLearning
+from loomserve.deployments.controller.memory_relief import MemoryRelief
 from loomserve.deployments.controller.models import ModelLifecycle
 from loomserve.deployments.controller.nodes import NodeKeeper
 from loomserve.deployments.controller.plan_methods import PlanMethods
@@ -60,8 +62,6 @@ from loomserve.platform.state.roles import Role
 _log = logging.getLogger("ray.serve")
 
 _TICK_S = 0.5
-# After a controller's end its replicas find the next one; after a node's end that takes longest.
-_LEARNS_S = 20.0
 _UNSETTLED = {ModelStatus.LOADING, ModelStatus.DEGRADED}
 
 T = TypeVar("T")
@@ -99,6 +99,7 @@ class Controller(PlanMethods):
         # Whoever waits for a model that goes, and does not after all, has waited half of the time.
         drain_s = checked.elastic.wait_timeout_s / 2
         mover = PresenceMover(self._fleet, self._models, calls, self._publish, drain_s)
+        self._memory = MemoryRelief(self._fleet, mover)
         self._presence = ModelPresence(checked, Path(base), self._fleet, mover)
         plan = store_plan(checked, Path(base)) if checked.cluster is not None else None
         self._stores = (
@@ -114,11 +115,11 @@ class Controller(PlanMethods):
         self._saving, self._unsaved = asyncio.Lock(), False
         # The next platform begins with the configuration again.
         self._fleet.restore(self._store.wishes or Wishes())
-        # One that follows another knows of no replica before it has heard of it.
-        self._learns_until = self._started_at
+        self._learning = ReplicaLearning(self._started_at)
         if self._store.wishes is not None:
             self._models.resume()
-            self._learns_until += _LEARNS_S
+            # One that follows another knows of no replica before it has heard of it.
+            self._learning.begin(self._started_at)
         self._rebalancing = RebalancingRunner(
             checked, Path(base), self._fleet, self._models, self._presence.room_for
         )
@@ -135,6 +136,7 @@ class Controller(PlanMethods):
                 *([self._stores.run()] if self._stores is not None else []),
                 self._rebalancing.run(),
                 self._presence.run(),
+                self._memory.run(),
             )
         ]
 
@@ -146,7 +148,9 @@ class Controller(PlanMethods):
 
     async def report(self, heartbeat: Heartbeat) -> DesiredState:
         """Take in a replica's heartbeat; returns what the replica shall be."""
+        self._presence.observe(heartbeat)
         desired = self._fleet.report(heartbeat, time.monotonic())
+        self._presence.take_problem(heartbeat)
         self._rebalancing.observe(heartbeat)
         await self._publish()
         return desired.model_copy(update={"generation": self._generation})
@@ -162,6 +166,7 @@ class Controller(PlanMethods):
     @replies
     async def want(self, name: str) -> None:
         """Requests wait for a model; refused at once where there is no room for it."""
+        self._memory.check()
         await self._presence.want(name)
 
     async def report_gateway(self, heartbeat: GatewayHeartbeat) -> GatewayOrders:
@@ -189,6 +194,7 @@ class Controller(PlanMethods):
 
     @replies
     async def load(self, model: Model) -> PlatformState:
+        self._memory.check()
         await self._published(self._adapters.load_with(model, self._models.load))
         await self._presence.begin(model)
         return self._state()
@@ -293,10 +299,10 @@ class Controller(PlanMethods):
     async def _publish(self) -> None:
         now = time.monotonic()
         models = self._fleet.views.routes(now)
-        if now < self._learns_until and any(each.status in _UNSETTLED for each in models):
+        if self._learning.lasts(now) and any(each.status in _UNSETTLED for each in models):
             # Gateways go on with the last controller's routes: what they are not told, they leave.
             return
-        self._learns_until = now
+        self._learning.end()
         routes = Routes(
             generation=self._generation,
             version=self._routes.current.version,

@@ -16,8 +16,10 @@ from loomserve.deployments.controller.serve_apps import ServeApps
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.base.errors import BadRequest, ConfigError, Conflict
 from loomserve.platform.base.periodic import every
+from loomserve.platform.base.plain_reason import plain_reason, reason_of_traceback
 from loomserve.platform.config import Config, Model
 from loomserve.platform.devices.memory import least_replicas
+from loomserve.platform.engine.options.words import in_fields
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.lending_pairs import lending_options
 from loomserve.platform.fleet.messages import (
@@ -252,7 +254,7 @@ class ModelLifecycle:
         except Exception as error:
             # The model's own affair, for which no other must wait.
             _log.error("loading %s failed", model.name, exc_info=error)
-            self._fleet.registry.set_failure(model.name, f"{type(error).__name__}: {error}")
+            self._fleet.registry.set_failure(model.name, plain_reason(str(error) or repr(error)))
             self._spawn(self.place(model.name, _FIRST_RETRY_S))
 
     def _spec(self, model: Model) -> EngineSpec:
@@ -328,8 +330,7 @@ def _first(model: Model) -> Presence:
 
 
 def _reason(app: Any) -> str:
-    """The last telling line of what Serve reports, which may hold a whole traceback."""
+    """What Serve reports, which may hold whole tracebacks, for a person."""
     messages = [app.message, *(d.message for d in app.deployments.values())]
-    lines = [line.strip() for text in messages for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line]
-    return str((errors or lines or ["it could not start; see Ray Serve's log"])[-1])
+    told = reason_of_traceback("\n".join(messages))
+    return in_fields(told) if told else "it could not start; see Ray Serve's log"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from loomserve.deployments.controller.failures import Failures
 from loomserve.deployments.controller.presence_mover import PresenceMover
 from loomserve.platform.base.errors import (
     Conflict,
@@ -30,6 +31,7 @@ from loomserve.platform.elastic.policy.snapshot import (
     NoRoom,
 )
 from loomserve.platform.fleet.fleet import Fleet
+from loomserve.platform.fleet.messages import Heartbeat
 from loomserve.platform.fleet.registry import ModelRecord
 from loomserve.platform.models import catalog
 from loomserve.platform.placement import model_files
@@ -42,8 +44,6 @@ _TICK_S = 0.5
 _DEMAND_EXPIRES_S = 6.0
 # Replicas that are there are told again, and Serve is asked for those that are not.
 _RETRY_S, _PLACE_AGAIN_S = 1.0, 10.0
-# A model that could not be loaded is tried again with the first request after so long.
-_FAILED_S = 15.0
 
 
 class ModelPresence:
@@ -78,7 +78,7 @@ class ModelPresence:
         self._demands: dict[str, float] = {}
         self._waiting_at: Mapping[str, str] = {}
         self._asked_at: dict[str, float] = {}
-        self._failed_at: dict[str, float] = {}
+        self._failures = Failures(fleet)
         self._tried_at: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -93,6 +93,20 @@ class ModelPresence:
         latest = itertools.islice(reversed(self._mover.events), limit)
         return ModelEvents(events=tuple(latest))
 
+    def observe(self, heartbeat: Heartbeat) -> None:
+        """Keep an event of a replica that ends, before the fleet takes in that it says so."""
+        before = self._fleet.registry.find(heartbeat.replica_id)
+        if heartbeat.ends and not (before is not None and before.heartbeat.ends):
+            why = f"replica {heartbeat.replica_id} kills its engine: {heartbeat.ends}"
+            self._mover.note(heartbeat.model.name, Presence.READY, why)
+
+    def take_problem(self, heartbeat: Heartbeat) -> None:
+        """Have a model fail whose replica does not answer, if no other one does."""
+        if self._failures.takes(heartbeat, self._clock()):
+            name = heartbeat.model.name
+            _log.error("model %s has failed: %s", name, heartbeat.problem)
+            self._mover.begin(name, Presence.UNLOADED, "it does not answer")
+
     # What gateways and operators ask for
 
     async def want(self, name: str) -> None:
@@ -105,8 +119,7 @@ class ModelPresence:
         record = self._record(name)
         await self._learn_size(record.model)
         now = self._clock()
-        if record.failure is not None and not self._fleet.registry.live(name, now):
-            self._check_failure(record, now)
+        self._failures.check(record, now)
         if self._demanded(name) is None:
             return
         # Who has requests may have had its last one since its heartbeat.
@@ -143,6 +156,7 @@ class ModelPresence:
         """
         record = self._record(name)
         if presence is Presence.READY:
+            await self._begin_anew(record)
             await self.want(name)
             return
         if presence is Presence.ASLEEP and record.presence is Presence.UNLOADED:
@@ -169,16 +183,14 @@ class ModelPresence:
             raise UnknownModel(f"The model {name!r} is being unloaded.", param="model")
         return record
 
-    def _check_failure(self, record: ModelRecord, now: float) -> None:
-        """Let a model that failed be tried again, but not at once."""
+    async def _begin_anew(self, record: ModelRecord) -> None:
+        """Have a model that has failed be tried again at once, as an operator wishes."""
         name = record.model.name
-        if now - self._failed_at.setdefault(name, now) < _FAILED_S:
-            raise Unavailable(
-                f"model {name!r} could not be loaded: {record.failure}",
-                reason="model_failed",
-                retry_after_s=_FAILED_S,
-            )
-        del self._failed_at[name]
+        if record.failure is None or self._failures.answers(name, self._clock()):
+            return
+        # What Serve has left of it would be taken for what is wished.
+        await self._mover.change(name, Presence.UNLOADED, "an operator has it loaded anew")
+        self._failures.forget(name)
         self._fleet.registry.set_failure(name, None)
 
     async def _learn_size(self, model: Model) -> None:
@@ -205,6 +217,7 @@ class ModelPresence:
         for name in list(self._demands):
             if name not in self._fleet.registry or self._is_ready(name, now):
                 del self._demands[name]
+                self._failures.forget(name)
         moving = self._mover.moving
         snapshot = self._observer.snapshot(now, self._demands, moving, self._waiting_at)
         decision = decide(snapshot, self._rules)
@@ -224,7 +237,7 @@ class ModelPresence:
             name = record.model.name
             failed = record.failure is not None and record.presence is Presence.READY
             if failed and record.on_demand and not self._fleet.registry.live(name, now):
-                self._failed_at[name] = now
+                self._failures.note(name, now)
                 self._mover.begin(name, Presence.UNLOADED, "it could not be loaded")
 
     def _is_ready(self, name: str, now: float) -> bool:

@@ -88,7 +88,7 @@ class PresenceMover:
         if record.presence is Presence.READY:
             self._ready_since[name] = record.since
         if record.presence is not presence:
-            self._note(name, presence, why)
+            self.note(name, presence, why)
         self._fleet.registry.set_presence(name, presence, self._clock(), why)
         self._moving[name] += 1
         return self._carry_out(name, presence, drains)
@@ -161,9 +161,10 @@ class PresenceMover:
             # It has not come anew.
             since = self._ready_since.get(name, self._clock())
             self._fleet.registry.set_presence(name, Presence.READY, since, why)
-            self._note(name, Presence.READY, f"it stays: {why}")
+            self.note(name, Presence.READY, f"it stays: {why}")
 
-    def _note(self, name: str, presence: Presence, why: str) -> None:
+    def note(self, name: str, presence: Presence, why: str) -> None:
+        """Keep an event of a model."""
         self.events.append(ModelEvent(at=time.time(), model=name, presence=presence, why=why))
 
     async def _wake(self, name: str) -> None:

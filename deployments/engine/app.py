@@ -7,11 +7,11 @@ from typing import Any
 
 from ray import serve
 
-from loomserve.deployments.ending import EMPTY_LOOK_S
+from loomserve.deployments.ending import EMPTY_LOOK_S, HEALTH_CHECKS
 from loomserve.deployments.engine.engine_replica import EngineReplica
 from loomserve.deployments.serve_logging import serve_logging
 from loomserve.platform.adapters.table import ROOM
-from loomserve.platform.config import LOCAL_PROMPT_TOKENS, Adapters, Model
+from loomserve.platform.config import LOCAL_PROMPT_TOKENS, Adapters, Model, Simulated
 from loomserve.platform.devices.gpus import FREE_AT_START
 from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.engine.options.names import of_engine
@@ -22,8 +22,10 @@ from loomserve.platform.fleet.messages import (
     FrontEndSpec,
     replica_app,
 )
+from loomserve.platform.models.policy.parsers import options_of
 from loomserve.platform.nodes.resources import on_devices
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
+from loomserve.platform.simulated.options import SIMULATED_CONFIG
 from loomserve.platform.state.lending_options import LENDING_CONFIG
 
 # vLLM takes an empty list for all hosts; no host's name has a space.
@@ -36,6 +38,7 @@ def front_end_of(spec: EngineSpec) -> FrontEndSpec:
     return FrontEndSpec(
         path=spec.path,
         engine_options=_engine_options(spec),
+        parsers=spec.parsers,
         local_prompt_tokens=roles.local_prompt_tokens if roles else LOCAL_PROMPT_TOKENS,
     )
 
@@ -70,8 +73,7 @@ def _serve_options(spec: EngineSpec) -> dict[str, Any]:
         "num_replicas": 1,
         # Requests do not pass through Serve; the gateway keeps the limit.
         "max_ongoing_requests": 1_000_000,
-        "health_check_period_s": 2,
-        "health_check_timeout_s": 15,
+        **HEALTH_CHECKS,
         "graceful_shutdown_timeout_s": spec.drain_timeout_s + 15,
         "graceful_shutdown_wait_loop_s": EMPTY_LOOK_S,
         "logging_config": serve_logging(spec.log_format),
@@ -132,21 +134,32 @@ def _kv_bytes_of_a_worker(spec: EngineSpec) -> int:
     return spec.model.kv_cache_memory * max(layers) // sum(layers)
 
 
+def _device_options(spec: EngineSpec) -> dict[str, Any]:
+    if spec.model.is_simulated:
+        return {}
+    return {
+        **(_cpu_options() if spec.devices[0].kind == "cpu" else _cuda_options(spec.model)),
+        "scheduler_cls": "loomserve.platform.engine.scheduler.make_scheduler",
+    }
+
+
 def _engine_options(spec: EngineSpec) -> dict[str, Any]:
+    simulated = spec.model.simulated or (Simulated() if spec.model.is_simulated else None)
     return {
         "kv_cache_memory_bytes": _kv_bytes_of_a_worker(spec),
         "pipeline_parallel_size": max(1, len(spec.stage_layers)),
-        **(_cpu_options() if spec.devices[0].kind == "cpu" else _cuda_options(spec.model)),
-        "scheduler_cls": "loomserve.platform.engine.scheduler.make_scheduler",
+        **_device_options(spec),
         **({"revision": spec.model.revision} if spec.model.revision else {}),
         "allowed_media_domains": [*spec.media_hosts] or [_NO_HOST],
         **spec.model.engine,
+        **(options_of(spec.parsers) if spec.parsers else {}),
         **(_lending_options() if spec.lending else {}),
         **(_adapter_options(adapters) if (adapters := spec.model.adapters) else {}),
         "additional_config": {
             **spec.model.engine.get("additional_config", {}),
             ADDITIONAL_CONFIG: spec.scheduling.model_dump(),
             **({LENDING_CONFIG: spec.lending.model_dump()} if spec.lending else {}),
+            **({SIMULATED_CONFIG: simulated.model_dump()} if simulated is not None else {}),
         },
         **({"kv_transfer_config": store} if (store := spec.kv_transfer_config) else {}),
     }

@@ -11,9 +11,10 @@ import ray
 
 from loomserve.deployments.engine.app import build_replica_app, front_end_of, run_replicas
 from loomserve.platform.base.errors import LoomserveError
-from loomserve.platform.engine.options.names import check
+from loomserve.platform.engine.options.model_check import check_model, check_options
 from loomserve.platform.fleet.messages import EngineSpec, FrontEndSpec
 from loomserve.platform.models import catalog
+from loomserve.platform.models.chat_files import choose_parsers, fetch_from_hub
 from loomserve.platform.nodes.resources import on_state
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -51,9 +52,10 @@ def hand_to_serve(spec: EngineSpec, devices: Sequence[str], base: str) -> Handed
         devices: which of its devices get a replica; of a pipeline, the first stands for all.
         base: folder to which the configuration's paths are relative.
     """
+    if isinstance(here := catalog.files_here(spec.path, Path(base)), str):
+        fetch_from_hub(here, spec.model.revision)  # no other model waits for the hub
     try:
         with _ONE_AT_A_TIME:
-            check(spec.model.name, spec.model.engine)
             resolved = _resolved(spec, Path(base))
             apps = {device: build_replica_app(resolved, device) for device in devices}
             run_replicas(resolved, apps)
@@ -69,9 +71,14 @@ def hand_to_serve_elsewhere(spec: EngineSpec, devices: Sequence[str], base: str)
 
 
 def _resolved(spec: EngineSpec, base: Path) -> EngineSpec:
-    """With the folder of the weights, which are fetched if need be, and a pipeline's stages."""
+    """With the folder of the weights, which are fetched if need be, the parsers of what the model
+    writes, and a pipeline's stages."""
+    check_options(spec.model)  # before anything is fetched
     weights = catalog.resolve(spec.path, base, revision=spec.model.revision)
-    resolved = spec.model_copy(update={"path": str(weights)})
+    on_cpu = all(device.kind == "cpu" for device in spec.devices)
+    check_model(spec.model, weights, on_cpu=on_cpu)
+    parsers = choose_parsers(weights, spec.model.engine, revision=spec.model.revision)
+    resolved = spec.model_copy(update={"path": str(weights), "parsers": parsers})
     if spec.model.pipeline is None:
         return resolved
     from loomserve.platform.placement.configured import stages_of  # it imports torch

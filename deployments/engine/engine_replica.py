@@ -22,13 +22,19 @@ from starlette.routing import Route
 
 from loomserve.deployments.engine.adapters import ReplicaAdapters
 from loomserve.deployments.engine.claiming import claim_device, stages_of, weights_here
+from loomserve.deployments.engine.first_answer import ToldAnswer
 from loomserve.deployments.engine.heartbeat import HeartbeatSender
 from loomserve.deployments.ray_node import keep_calls_on_node, node_address
 from loomserve.kvstore.server.options import on_this_node
 from loomserve.platform.base.errors import Conflict, TakenOver
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.base.periodic import every
-from loomserve.platform.devices.claims import DeviceClaim
+from loomserve.platform.devices.shortage import (
+    memory_bounds,
+    note_given_back,
+    room_for_engine,
+    used_share,
+)
 from loomserve.platform.engine.core.host import EngineHost
 from loomserve.platform.engine.core.messages import EngineStart
 from loomserve.platform.engine.core.move_orders import MoveOrders
@@ -67,6 +73,8 @@ _EMPTY_POLL_S = 0.25
 _STOP_TIMEOUT_S = 5.0
 # What is left to do when an engine has ended asks only its own replica and lenders.
 _LEAVE_TIMEOUT_S = 2.0
+# Where memory is short, requests have so long to go on elsewhere.
+_GIVE_BACK_S = 5.0
 
 _log = logging.getLogger("ray.serve")
 
@@ -94,19 +102,26 @@ class EngineReplica:
         self._front_end = FrontEndSpec.model_validate(front_end)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._draining = self._stopping = False
+        self._ends = ""
         self._stop_timeout_s = self._spec.drain_timeout_s
         self._claim = await claim_device(self._spec)
         self._path = await asyncio.to_thread(weights_here, self._spec)
         self._role = configured_role(self._spec.model, self._claim.device.name)
+        await room_for_engine(own_run().path, self._spec.model.name, _log.warning)
         self._engine = await self._started(engine_options, environment)
-        self._load = await self._engine.stats(_STATS_TIMEOUT_S)
+        self._load = await self._engine.stats(_START_TIMEOUT_S)
         self._loans = LoanAgent(self._call_loans, self._spec, self._replica_id)
         self._adapters = ReplicaAdapters(
             *(self._engine, self._spec, lambda: self._load.asleep),
             changed=lambda: self._heartbeats.send_now(),
         )
+        self._first = ToldAnswer(changed=lambda: self._heartbeats.send_now())
         await self._listen()
-        self._footprint = self._measured(self._claim, began)
+        self._footprint = Footprint(
+            constants(self._path, self._engine.facts, _kv_bytes(self._spec)),
+            start_s=time.monotonic() - began,
+            measure=self._own_bytes if self._claim.device.kind == "cpu" else self._gpu_bytes,
+        )
         self._heartbeats = HeartbeatSender(self._heartbeat, self._apply)
         self._moves = MoveOrders(self._engine, self._heartbeats.send_now)
         self._heart = asyncio.create_task(self._heartbeats.run())
@@ -119,6 +134,7 @@ class EngineReplica:
                     every(_STATS_PERIOD_S, self._read_load, failed=lambda _: None),
                     self._loans.run(),
                     self._adapters.run(),
+                    self._engine.end_if_wedged(self._tell_end),
                 )
             ),
         ]
@@ -129,13 +145,11 @@ class EngineReplica:
         if store is not None and (node := self._claim.device.node):
             options = {**options, "kv_transfer_config": on_this_node(store, node)}
         start = EngineStart(
-            options={
-                **options,
-                "model": self._path,
-                "served_model_name": [self._spec.model.name],
-            },
+            options={**options, "model": self._path, "served_model_name": [self._spec.model.name]},
             address=EngineAddress.in_folder(own_run().sockets),
             host=None if is_loopback(node_address()) else node_address(),
+            simulated=self._spec.model.is_simulated,
+            device=self._claim.device.name,
         )
         # What binds it to its device is in this process's own environment. A pipeline's engine on
         # GPUs starts its workers by itself, as vLLM does, and has not been forked.
@@ -156,6 +170,7 @@ class EngineReplica:
                 Route(AWAKE_PATH, self._set_awake, methods=["PUT"]),
                 *self._loans.routes,
                 *self._adapters.routes,
+                *self._first.routes,
             ]
         )
         sock, address = listen_locally(f"replica-{self._replica_id}", node_address())
@@ -164,29 +179,10 @@ class EngineReplica:
         await self._http.start()
         self._gate = await NodeGate.open(address, self._spec.internal_token)
 
-    def _measured(self, claim: DeviceClaim, began: float) -> Footprint:
-        facts, spec = self._engine.facts, self._spec
-        borrowed_bytes = spec.lending.borrow_bytes if spec.lending else 0
-        return Footprint(
-            constants(
-                self._path,
-                layers=facts.layers,
-                item_bytes=facts.item_bytes,
-                kv_heads=facts.kv_heads,
-                kv_bytes=spec.model.kv_cache_memory + borrowed_bytes,
-                blocks=facts.blocks,
-                block_tokens=facts.block_tokens,
-                dropped_bytes=facts.dropped_bytes,
-            ),
-            start_s=time.monotonic() - began,
-            measure=self._own_bytes if claim.device.kind == "cpu" else self._gpu_bytes,
-        )
-
     async def _own_bytes(self) -> int:
         return await asyncio.to_thread(own_bytes, self._engine.pid)
 
     async def _gpu_bytes(self) -> int:
-        """Of all stages' GPUs."""
         return sum(await self._engine.collective_rpc("taken_bytes", timeout_s=_STATS_TIMEOUT_S))
 
     async def check_health(self) -> None:
@@ -197,13 +193,17 @@ class EngineReplica:
             raise RuntimeError("the replica's HTTP server or its heartbeats have ended")
 
     async def _end_with_engine(self) -> None:
-        """End this process when its engine has ended, which no call of Serve's asked for.
-
-        Serve replaces a replica that is gone at its next look, within 2 s, and one that is
-        unhealthy after three, or 6 s.
-        """
+        """End this process when its engine has ended, which no call of Serve's asked for: Serve
+        replaces a replica that is gone within 2 s, and one that is unhealthy after 6 s."""
         how = await self._engine.ended()
         _log.error("the engine of %s has ended: %s", self._spec.model.name, how)
+        await self._end()
+
+    async def _tell_end(self, why: str) -> None:
+        self._ends = why
+        await self._heartbeats.send_now()
+
+    async def _end(self) -> None:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(_LEAVE_TIMEOUT_S):
                 await self._loans.take_back()
@@ -251,6 +251,7 @@ class EngineReplica:
             engine_pid=self._engine.pid,
             max_model_len=self._engine.facts.max_model_len,
             in_flight=_open_requests(self._load),
+            memory_used=used_share(memory_bounds()),
             stats=self._stats(),
             borrowing=self._loans.borrowing,
             lent=self._loans.lent,
@@ -259,6 +260,9 @@ class EngineReplica:
             front_end=self._front_end,
             moved=self._moves.last,
             adapters=self._adapters.reports,
+            ends=self._ends,
+            answers=self._first.answers,
+            problem=self._first.problem,
         )
 
     def _stats(self) -> RoutingStats:
@@ -267,7 +271,7 @@ class EngineReplica:
             load=self._load,
             max_running=facts.max_running,
             kv_capacity_tokens=facts.blocks * facts.block_tokens,
-            draining=self._draining or self._stopping,
+            draining=self._draining or self._stopping or bool(self._ends),
             role=self._role,
         )
 
@@ -278,6 +282,18 @@ class EngineReplica:
         self._loans.apply(desired)
         self._moves.apply(desired.move)
         self._adapters.apply(desired)
+        if desired.gives_back and not self._stopping:
+            _log.error("this replica ends: %s", desired.gives_back)
+            self._stopping, self._stop_timeout_s = True, _GIVE_BACK_S
+            self._ending.cancel()
+            self._ending = asyncio.create_task(self._give_back())
+
+    async def _give_back(self) -> None:
+        """Have requests go on elsewhere, and end; Serve starts another, which waits for memory."""
+        note_given_back(own_run().path, self._spec.model.name, await self._own_bytes())
+        with contextlib.suppress(Exception):
+            await self._until_empty()
+        await self._end()
 
     async def __del__(self) -> None:
         """Serve's last call: have requests go on elsewhere, then stop the engine."""
@@ -303,11 +319,16 @@ class EngineReplica:
         deadline = time.monotonic() + self._stop_timeout_s
         await self._heartbeats.send_now()
         while self._engine.alive and time.monotonic() < deadline:
-            await self._read_load()
-            if not _open_requests(self._load):
-                return
+            with contextlib.suppress(TimeoutError):  # it is slow, and has requests
+                await self._read_load()
+                if not _open_requests(self._load):
+                    return
             await asyncio.sleep(_EMPTY_POLL_S)
 
 
 def _open_requests(load: ReplicaLoad) -> int:
     return load.running + load.waiting
+
+
+def _kv_bytes(spec: EngineSpec) -> int:
+    return spec.model.kv_cache_memory + (spec.lending.borrow_bytes if spec.lending else 0)

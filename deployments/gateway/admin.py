@@ -34,6 +34,8 @@ def build_admin_api(controller: DeploymentHandle, *others: APIRouter) -> FastAPI
         version="1",
         summary="See and change what is served, while it serves.",
         exception_handlers=exception_handlers,
+        # A redirect would be absolute, with the scheme and the host that a proxy asks for.
+        redirect_slashes=False,
         # Declares the token in the description; whether it is right, the middleware has checked.
         dependencies=[Depends(HTTPBearer(description="The admin token.", auto_error=False))],
         # Other pages of documentation would need a token that browsers do not send for pages.

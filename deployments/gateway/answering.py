@@ -35,6 +35,8 @@ class ForwardRequest:
     """False: whoever sent it finds out whether engines end because of it."""
     refuse_after: float | None = None
     """Monotonic seconds; a request that is predicted to end later is refused."""
+    is_first: bool = False
+    """Whether it is the platform's own, to see whether the replica that it is pinned to answers."""
     usage: RequestUsage = field(default_factory=RequestUsage)
     """Whoever answers it adds up here what engines computed."""
     trace: RequestTrace | None = None

@@ -16,8 +16,8 @@ from loomserve.platform.base.errors import RequestError
 from loomserve.platform.config import ApiKey
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.lengths.service import LengthPredictions
+from loomserve.platform.requests.endpoints import ENDPOINTS
 from loomserve.platform.requests.engine_request import EngineRequest
-from loomserve.platform.requests.media import check_media
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.requests.usage import RequestUsage
 from loomserve.platform.tracing import RequestTrace
@@ -74,10 +74,12 @@ class ClientEndpoint:
 
     async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
-        request = EngineRequest.of(path, state["body"])
+        request = EngineRequest.of(path, state["body"], _content_type(path, scope))
         request.check_sequences(self._max_sequences)
-        check_media(request.fields, self._media_hosts)
+        request.check_conversation(self._media_hosts)
         key: ApiKey | None = state.get("api_key")
+        if key is not None:
+            request.check_priority(key.first_priority)
         route = self._routes.choose(request.fields, key)
         if (logged := state.get("logged")) is not None:
             logged.model = route.name
@@ -153,11 +155,18 @@ def _tell(
     told: dict[str, str | bool] = {
         "gen_ai.request.model": str(request.fields.get("model", route.asked)),
         "loomserve.model": route.name,
-        "loomserve.stream": bool(request.fields.get("stream")),
+        "loomserve.stream": request.streams,
     }
     if key is not None:
         told["loomserve.key"] = key.name
     trace.tell(told)
+
+
+def _content_type(path: str, scope: Scope) -> bytes:
+    """Of a form, which says there how it is to be read."""
+    if not ENDPOINTS[path].is_form:
+        return b""
+    return next((value for name, value in scope["headers"] if name == b"content-type"), b"")
 
 
 class _WatchedAnswer:

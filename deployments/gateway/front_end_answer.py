@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.platform.base.errors import RequestError
 from loomserve.platform.http.client_gone import ClientGoneError, disconnected
+from loomserve.platform.http.direct_posts import own_post
 from loomserve.platform.http.engine_errors import (
+    MOST_ERROR_BYTES,
     MOST_WORDS,
     PASSED_BACK,
     engine_failed,
@@ -88,7 +91,7 @@ async def _run(
     app: ASGIApp, context: AnswerContext, passed: _PassedAnswer, receive: Receive
 ) -> None:
     """Run the application until it is done, the client is gone, or this is cancelled."""
-    body = _Body(context.request.content.encoded)
+    body = _Body(context.request.content.pieces())
     work = asyncio.ensure_future(app(_scope(context), body.receive, passed.send))
     gone = asyncio.ensure_future(disconnected(receive))
     try:
@@ -109,17 +112,18 @@ async def _run(
 class _Body:
     """A ``receive`` of a request that has come."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, pieces: Iterator[bytes]) -> None:
         self.left = asyncio.Event()
         """Nobody waits for the answer."""
-        self._body: bytes | None = body
+        self._pieces = pieces
+        self._next = next(pieces, None)
 
     async def receive(self) -> Message:
-        body, self._body = self._body, None
-        if body is None:
+        if self._next is None:
             await self.left.wait()
             return {"type": "http.disconnect"}
-        return {"type": "http.request", "body": body, "more_body": False}
+        piece, self._next = self._next, next(self._pieces, None)
+        return {"type": "http.request", "body": piece, "more_body": self._next is not None}
 
 
 class _Watch:
@@ -128,6 +132,8 @@ class _Watch:
     Looking is all that it does: a chunk costs whoever passes it on an addition to ``taken``. An
     engine's outputs count, too, since not all of them become pieces, as of a tool's arguments; and
     without any there is nothing yet to stand still: the Responses API begins its stream before.
+    Nor does an answer whose engine takes no step, which is the engine's own affair, or has given
+    nothing since the answer goes on there.
     """
 
     def __init__(self, limit: asyncio.Timeout, limit_s: float, context: AnswerContext) -> None:
@@ -138,6 +144,7 @@ class _Watch:
         self._limit, self._limit_s = limit, limit_s
         self._context = context
         self._seen = 0
+        self._steps: list[int | None] = []
         self._looks = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -149,10 +156,12 @@ class _Watch:
             self._timer.cancel()
 
     def _look(self) -> None:
-        come = self.taken + self._context.outputs
-        still = come == self._seen and not self._excused
+        come = self.taken + self._context.usage.outputs
+        steps = [each() for each in self._context.engines.values()]
+        stepped = steps != self._steps or not steps
+        still = come == self._seen and stepped and None not in steps and not self._excused
         self._looks = self._looks + 1 if still else 0
-        self._seen = come
+        self._seen, self._steps = come, steps
         if self._looks == _LOOKS:
             self._limit.reschedule(asyncio.get_running_loop().time())
         else:
@@ -160,7 +169,7 @@ class _Watch:
 
     @property
     def _excused(self) -> bool:
-        begun = self._context.outputs > 0
+        begun = self._context.usage.outputs > 0
         return self.sending or not begun or self._context.may_wait
 
 
@@ -195,7 +204,9 @@ class _PassedAnswer:
             await self._start(message)
             return
         if self.error_status is not None:
-            self._error += message.get("body", b"")
+            # Its client gets a part, and no message needs more.
+            room = MOST_ERROR_BYTES - len(self._error)
+            self._error += message.get("body", b"")[:room]
             return
         if self._head is not None:
             await self._begin()
@@ -204,7 +215,7 @@ class _PassedAnswer:
             if not self.watch.taken:
                 self.watch.start()
             self.watch.taken += 1
-            if self._context.outputs:
+            if self._context.usage.outputs:
                 if not self._chunks:
                     self._note_first()
                 self._chunks += 1
@@ -266,25 +277,10 @@ class _PassedAnswer:
 
 def _scope(context: AnswerContext) -> Scope:
     content, trace = context.request.content, context.request.trace
-    path = content.engine_path
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [
-            (b"host", b"localhost"),
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(content.encoded)).encode()),
-            (b"x-request-id", context.request.request_id.encode()),
-            *(trace.headers if trace is not None else ()),
-        ],
-        "client": ("127.0.0.1", 0),
-        "server": ("127.0.0.1", 80),
-        "state": {},
-    }
+    return own_post(
+        content.engine_path,
+        content.content_type,
+        (b"content-length", str(content.size).encode()),
+        (b"x-request-id", context.request.request_id.encode()),
+        *(trace.headers if trace is not None else ()),
+    )

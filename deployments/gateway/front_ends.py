@@ -28,17 +28,20 @@ from loomserve.platform.config import Elastic
 from loomserve.platform.elastic.metrics import WaitingMetrics
 from loomserve.platform.elastic.waiting_room import AskFor, WaitingRoom
 from loomserve.platform.engine.hooks import verify
-from loomserve.platform.fleet.messages import ModelRoute
+from loomserve.platform.fleet.messages import FIRST_ANSWER_PATH, FirstAnswer, ModelRoute
 from loomserve.platform.front_end.engine.serving import settle_environment
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
 from loomserve.platform.front_end.routing import routing_context
 from loomserve.platform.http.client_gone import ClientGoneError, while_connected
-from loomserve.platform.http.held_answer import HeldAnswer
+from loomserve.platform.http.held_answer import HeldAnswer, openai_event
+from loomserve.platform.http.ingress.messages import anthropic_event, is_of_messages
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.routers.in_flight import InFlight
 
 _log = logging.getLogger("ray.serve")
+
+_TELL_TIMEOUT_S = 5.0
 
 
 class ModelFrontEnds:
@@ -74,6 +77,8 @@ class ModelFrontEnds:
         self._bounds = ContinuationBounds(
             # An engine that hangs is left before its clients' answers are given up.
             hang_s=min(ContinuationBounds.hang_s, idle_timeout_s / 2),
+            # However slowly another comes: a request waits for its model as long as it ever does.
+            reroute_timeout_s=elastic.wait_timeout_s,
             begun_timeout_s=idle_timeout_s,
         )
         self._traced = traced
@@ -101,11 +106,16 @@ class ModelFrontEnds:
                 self._models[name] = ModelFrontEnd(
                     *(route, self.ledger, self._metrics, self._continuation.of(name)),
                     get=self.get,
+                    tell=self._tell_first_answer,
                     bounds=self._bounds,
                     traced=self._traced,
                 )
             self._models[name].apply(route)
         self._room.apply(routes)
+
+    async def _tell_first_answer(self, address: str, problem: str) -> None:
+        told = FirstAnswer(problem=problem).model_dump_json()
+        await self._client.put(address, FIRST_ANSWER_PATH, told, _TELL_TIMEOUT_S)
 
     def set_stores(self, stores: StoreReadings) -> None:
         for model in self._models.values():
@@ -125,11 +135,15 @@ class ModelFrontEnds:
         """Answer the request, or stop as soon as the client is gone.
 
         Raises:
+            NotFound: the model does not answer the endpoint.
             Unavailable: the model is not set up, or has no replica in time.
             TooManyRequests: it is predicted to end after ``request.refuse_after``.
             EngineGone: engines ended with it, or its answer stood still.
             InternalError: the front end or an engine failed on it.
         """
+        if (front_end := self._models.get(request.model)) is not None:
+            # No model has to come to refuse a request.
+            front_end.check_endpoint(request.content.engine_path)
         if not self._room.waits_for(request.model):
             await self._answer(request, receive, send)
             return
@@ -144,10 +158,12 @@ class ModelFrontEnds:
     @asynccontextmanager
     async def _held(self, request: ForwardRequest, send: Send) -> AsyncIterator[Send]:
         """What a request that waits for its model is answered by: a stream gets comments."""
-        if not request.content.fields.get("stream"):
+        content = request.content
+        if not content.streams:
             yield send
             return
-        held = HeldAnswer(send)
+        of_messages = is_of_messages(content.path)
+        held = HeldAnswer(send, anthropic_event if of_messages else openai_event)
         async with held.comments(self._comment_s):
             yield held.send
 
@@ -164,6 +180,7 @@ class ModelFrontEnds:
             carried_on=request.carried_on,
             usage=request.usage,
             trace=request.recorded,
+            salt=request.content.salt,
         )
         token = routing_context.set(context)
         try:

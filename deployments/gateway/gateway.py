@@ -22,7 +22,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive
 
 from loomserve.deployments.batch.proxy import BATCHES, FILES, BatchProxy
@@ -93,6 +93,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ray.serve")
 
+_MODELS = "/v1/models"
+_ENDPOINTS = (*FORWARDED, _MODELS, FILES, BATCHES)
 _NO_VERSION = -1
 _REPORT_TIMEOUT_S = 2.0
 
@@ -183,7 +185,7 @@ class Gateway:
             _saving(self._server.usage.interval_s, self._usage.save),
             asyncio.create_task(every(LOOK_S, self._look)),
         ]
-        await self._others.listen(page.own)
+        await self._others.listen(page.own, self._http.drain)
         if allowances is not None:
             self._keeping.append(asyncio.create_task(allowances.keep(self._report)))
         if self._kv is not None and self._kv.each_node:
@@ -192,6 +194,8 @@ class Gateway:
         await self._http.start()
 
     async def check_health(self) -> None:
+        if self._http.drains:
+            return
         if not self._http.alive or any(task.done() for task in (self._following, *self._keeping)):
             raise RuntimeError("the gateway's HTTP server or its view of models or keys has ended")
 
@@ -199,7 +203,7 @@ class Gateway:
         if hasattr(self, "_following"):
             for task in (self._following, *self._keeping):
                 task.cancel()
-            await self._http.stop(self._server.drain_timeout_s)
+            await self._http.stop()
             if self._allowances is not None:
                 await self._say_that_it_ends(self._allowances.gateway)
             self._meter.save()
@@ -264,18 +268,19 @@ class Gateway:
             keys=self._keys,
             requests=self._requests,
             traces=_traces(self._tracer),
+            endpoints=_ENDPOINTS,
         )
         return Listeners(app, server, self._others.counts)
 
     def _build_app(self, page: MetricsPage) -> ASGIApp:
         endpoints = {path: self._clients.at(path) for path in FORWARDED}
-        others = Starlette(
-            routes=[
+        others = _routed(
+            [
                 *(Route(path, app, methods=["POST"]) for path, app in endpoints.items()),
                 *(Route(root, self._batches) for root in (FILES, BATCHES)),
                 *(Route(root + "/{rest:path}", self._batches) for root in (FILES, BATCHES)),
-                Route("/v1/models", self._routes.list_models),
-                Route("/v1/models/{model:path}", self._routes.retrieve_model),
+                Route(_MODELS, self._routes.list_models),
+                Route(_MODELS + "/{model:path}", self._routes.retrieve_model),
                 Route("/health", _health),
                 Route("/ready", self._routes.ready),
                 # Where KubeRay asks Serve's own proxy.
@@ -284,7 +289,6 @@ class Gateway:
                 Mount("/admin/v1", self._admin_api()),
                 *(console_routes() if self._server.console else ()),
             ],
-            exception_handlers=exception_handlers,
         )
         return DirectPosts(endpoints, others)
 
@@ -356,6 +360,13 @@ def _usage_meter(server: Server, registry: CollectorRegistry, node: str | None) 
     return UsageMeter(UsageMetrics(registry), files)
 
 
+def _routed(routes: list[BaseRoute]) -> Starlette:
+    app = Starlette(routes=routes, exception_handlers=exception_handlers)
+    # It would redirect to an absolute URL, whose scheme and host a proxy may have otherwise.
+    app.router.redirect_slashes = False
+    return app
+
+
 async def _health(request: Request) -> Response:
     return JSONResponse({"status": "alive"})
 
@@ -384,7 +395,7 @@ async def _tracer(server: Server, node: str | None) -> RequestTracer | None:
 def _traces(tracer: RequestTracer | None) -> IngressTraces | None:
     if tracer is None:
         return None
-    return IngressTraces(tracer, (*FORWARDED, "/v1/models", FILES, BATCHES))
+    return IngressTraces(tracer, _ENDPOINTS)
 
 
 async def _answering(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import aiohttp
 
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER
+from loomserve.platform.http.other_front_ends import DRAIN, front_ends_here
 from loomserve.platform.run.sockets import PlatformConnector
 
 # A replica that Serve still lists but that refuses connections is dead or restarting.
@@ -40,3 +43,37 @@ class InternalClient:
             timeout=aiohttp.ClientTimeout(total=timeout_s),
         ) as response:
             return await response.text()
+
+    async def put(self, address: str, path: str, body: str, timeout_s: float) -> None:
+        """
+        Raises:
+            aiohttp.ClientError: nobody can be reached there, or it is refused.
+            TimeoutError: there was no answer in time.
+        """
+        async with self.session.put(
+            f"http://{address}{path}",
+            data=body,
+            headers={INTERNAL_TOKEN_HEADER: self._internal_token},
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+        ) as response:
+            response.raise_for_status()
+
+
+async def drain_gateways(internal_token: str, node: str, timeout_s: float) -> None:
+    """Have the gateways of this node, whose address is ``node``, end their requests, and wait for
+    that at most so long; without Ray, by which they are told else."""
+    client = InternalClient(internal_token)
+
+    async def drain(address: str) -> None:
+        async with client.session.post(
+            f"http://{address}{DRAIN}",
+            headers={INTERNAL_TOKEN_HEADER: internal_token},
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+        ) as response:
+            await response.read()
+
+    try:
+        each = map(drain, front_ends_here(node))
+        await asyncio.gather(*each, return_exceptions=True)
+    finally:
+        await client.close()

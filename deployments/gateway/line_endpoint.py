@@ -1,8 +1,8 @@
 """Where the batch lane has a line computed: the way of a request from a gateway on.
 
 A line differs from a client's own request in whose name it comes, which the lane says, and in what
-bounds it: no limit that spreads clients' requests, and a time that leaves room for online requests
-to go first.
+bounds it: no limit that spreads clients' requests, and a time without a token that leaves room for
+online requests to go first.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from loomserve.platform.base.errors import (
     BodyTooLarge,
     InternalError,
     RequestError,
+    Unavailable,
 )
 from loomserve.platform.base.generation import LatestGeneration
 from loomserve.platform.base.request_logs import LoggedRequest, logged_request
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest
 from loomserve.platform.requests.engine_request import EngineRequest
-from loomserve.platform.requests.media import check_media
 from loomserve.platform.tracing import RequestTrace, RequestTracer
 from loomserve.platform.usage.meter import UsageMeter
+
+# Of embeddings and of what a pooler gives.
+_BYTES = ("bytes", "bytes_only")
 
 
 class LineEndpoint:
@@ -99,13 +102,7 @@ class LineEndpoint:
         except RequestError as error:
             return _refused(error)
         except TimeoutError:
-            return _refused(
-                InternalError(
-                    f"The engine had no answer after {line.timeout_s:g} s. Ask for fewer tokens, "
-                    "or ask the operator to raise batch.line_timeout_s.",
-                    reason="line_timeout",
-                )
-            )
+            return _refused(_given_up(request, line.timeout_s))
 
         if key is not None and status < 400:
             self._meter.charge(key, *request.usage.spent)
@@ -114,26 +111,42 @@ class LineEndpoint:
     async def _answer(
         self, key: ApiKey | None, request: ForwardRequest, timeout_s: float
     ) -> tuple[int, bytes]:
+        work = asyncio.ensure_future(self._forwarder.collect(request))
         try:
-            async with asyncio.timeout(timeout_s):
-                return await self._forwarder.collect(request)
+            seen = -1
+            # One that gets tokens is computed, however slowly.
+            while not work.done() and seen != request.usage.outputs:
+                seen = request.usage.outputs
+                await asyncio.wait((work,), timeout=timeout_s)
+            if not work.done():
+                raise TimeoutError
+            return work.result()
         finally:
+            work.cancel()
+            await asyncio.wait((work,))
             if self._usage is not None:
                 self._usage.charge(key, request.model, request.usage)
 
     def _request(self, line: LineRequest, key: ApiKey | None) -> ForwardRequest:
         request = EngineRequest.of_fields(line.path, line.body)
-        check_media(request.fields, self._media_hosts)
+        request.check_conversation(self._media_hosts)
         if line.body.get("stream"):
             raise BadRequest("a batch's requests cannot stream; leave it out", param="stream")
+        if line.body.get("encoding_format") in _BYTES:
+            raise BadRequest(
+                "a batch's answers are JSON; ask for base64 in the place of bytes",
+                param="encoding_format",
+            )
         request.check_sequences(self._max_sequences)
+        if key is not None:
+            request.check_priority(key.first_priority)
         route = self._routes.choose(line.body, key, line.model)
         request = request.for_model(route.asked)
         request.check_texts(route.max_model_len)
         if key is not None and self._isolates_tenants:
             request = request.isolated(key.name)
         request = request.with_hints(background=True)
-        if len(request.encoded) > self._max_body:
+        if request.size > self._max_body:
             raise BodyTooLarge(
                 f"The request is larger than {self._max_body} bytes. Send less, or ask the "
                 "operator to raise server.max_body."
@@ -147,6 +160,19 @@ class LineEndpoint:
             # The lane tests suspects one by one, each alone on an engine.
             carried_on=False,
         )
+
+
+def _given_up(request: ForwardRequest, timeout_s: float) -> RequestError:
+    if not request.usage.outputs:
+        return Unavailable(
+            f"No engine had begun the line after {timeout_s:g} s, for which it has others.",
+            reason="line_not_begun",
+        )
+    return InternalError(
+        f"The engine gave the line no token for {timeout_s:g} s. Send it again, or ask the "
+        "operator to raise batch.line_timeout_s.",
+        reason="line_timeout",
+    )
 
 
 def _refused(error: RequestError) -> tuple[int, bytes]:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 
 from starlette.types import Receive, Scope, Send
 
+from loomserve.deployments.gateway.answering import ForwardRequest
 from loomserve.deployments.gateway.load_reports import Get, LoadReports
-from loomserve.deployments.gateway.replica_choice import ReplicaChoice
+from loomserve.deployments.gateway.replica_choice import AnswerContext, ReplicaChoice
 from loomserve.deployments.gateway.store_readings import StoreReadings
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.config import LOCAL_NODE
 from loomserve.platform.fleet.messages import ModelRoute
+from loomserve.platform.front_end.engine.answers.first_answer import FirstAnswers, Tell
 from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.serving import ModelServing
 from loomserve.platform.front_end.metrics import ModelContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
 from loomserve.platform.http.missing_endpoints import MissingEndpoints
-from loomserve.platform.requests.engine_request import FORWARDED, engine_path
+from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state.roles import Role
 from loomserve.routers.in_flight import InFlight
@@ -28,8 +31,6 @@ from loomserve.routers.table import ReplicaTable
 _log = logging.getLogger("ray.serve")
 
 _RETRY_S = 15.0
-# How long a request waits for its model to be set up.
-_SET_UP_TIMEOUT_S = 30.0
 _DRAIN_TIMEOUT_S = 3600.0
 
 
@@ -47,6 +48,7 @@ class ModelFrontEnd:
         continuation: ModelContinuationMetrics,
         *,
         get: Get,
+        tell: Tell,
         bounds: ContinuationBounds,
         traced: bool = False,
     ) -> None:
@@ -57,12 +59,14 @@ class ModelFrontEnd:
             metrics: count them.
             continuation: counts those that go on elsewhere.
             get: asks replicas for their loads.
+            tell: tells replicas whether their engines answer.
             bounds: of continuation.
             traced: vLLM's spans go where this process's do.
         """
         assert route.front_end is not None
         self.spec = route.front_end
         self._name = route.name
+        self._wait_s = bounds.reroute_timeout_s
         self._problem = ""
         self._route = route
         self._table = ReplicaTable(ledger, stale_after_s=route.router.stale_after_s)
@@ -80,6 +84,8 @@ class ModelFrontEnd:
             handoffs=handoffs,
             traced=traced,
         )
+        self._first = FirstAnswers(route.name, self._serving, self._first_request, tell)
+        self._choice.untried = lambda: self._first.untried
         self._app: MissingEndpoints | None = None
         self._draining: dict[str, asyncio.Task[int]] = {}
         self._set_up = asyncio.create_task(self._start())
@@ -97,13 +103,24 @@ class ModelFrontEnd:
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """
         Raises:
-            Unavailable: the model is not set up, or has no replica in time.
+            Unavailable: the model is not set up, has no replica in time, or does not answer.
         """
+        if not self._first.some:
+            await self._until_set_up()
+            await self._first.until_some(self._wait_s)
         if self._app is None:
             await self._until_set_up()
-            names = {engine_path(path): path for path in FORWARDED}
-            self._app = MissingEndpoints(await self._serving.server(), names)
+            self._app = MissingEndpoints(self._name, await self._serving.server())
         await self._app(scope, receive, send)
+
+    def check_endpoint(self, path: str) -> None:
+        """Check that the model answers an endpoint of vLLM's, as far as it is known yet.
+
+        Raises:
+            NotFound: it does not.
+        """
+        if self._app is not None:
+            self._app.check(path)
 
     def set_stores(self, stores: StoreReadings) -> None:
         """Set what the KV stores of several nodes keep, and what fetches take."""
@@ -127,10 +144,20 @@ class ModelFrontEnd:
 
     async def close(self) -> None:
         self._set_up.cancel()
+        self._first.close()
         for task in self._draining.values():
             task.cancel()
         self._loads.close()
         await self._serving.close()
+
+    def _first_request(self, replica_id: str) -> AnswerContext:
+        request = ForwardRequest(
+            *(self._name, EngineRequest("", {}), uuid.uuid4().hex),
+            pinned_to=replica_id,
+            carried_on=False,
+            is_first=True,
+        )
+        return AnswerContext(request=request, carried_on=False)
 
     def _role_of(self, replica_id: str) -> Role:
         """As it last said; a change is known within a second."""
@@ -150,7 +177,7 @@ class ModelFrontEnd:
 
     async def _until_set_up(self) -> None:
         try:
-            async with asyncio.timeout(_SET_UP_TIMEOUT_S):
+            async with asyncio.timeout(self._wait_s):
                 await asyncio.shield(self._set_up)
         except TimeoutError:
             why = f": {self._problem}" if self._problem else ""
@@ -168,6 +195,7 @@ class ModelFrontEnd:
             self._serving.undrain(replica_id)
         self._serving.set_adapters(self._route.adapters)
         self._serving.set_replicas(engines)
+        self._first.apply(self._route)
         for replica_id in draining - self._draining.keys():
             drained = self._serving.drain(replica_id, _DRAIN_TIMEOUT_S)
             self._draining[replica_id] = asyncio.create_task(drained)

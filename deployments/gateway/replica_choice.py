@@ -91,6 +91,8 @@ class ReplicaChoice:
         self._metrics = metrics
         self._table = table
         self._booked: dict[RoutingRequest, ExitStack] = {}
+        self.untried: Callable[[], frozenset[str]] = lambda: _NOBODY
+        """Replicas that have not given their first answer, and get no client's request before."""
         self._last_excluded = (_NOBODY, _NOBODY, _NOBODY)
         """The table's replicas, a request's candidates, and those that were none."""
 
@@ -151,17 +153,20 @@ class ReplicaChoice:
             ),
             output_tokens=min(output_tokens, routing.max_tokens or output_tokens),
             sequences=routing.sequences,
-            exclude=self._excluded(routing),
+            exclude=self._excluded(routing, request),
             # What it has been pinned for is gone with the first replica.
             pinned_to=request.pinned_to if request is not None and _is_first(routing) else None,
         )
 
-    def _excluded(self, routing: RoutingRequest) -> frozenset[str]:
+    def _excluded(self, routing: RoutingRequest, request: ForwardRequest | None) -> frozenset[str]:
         """The replicas that it cannot go to; nearly all requests have the same candidates."""
         known, of, excluded = self._last_excluded
         if known is not self._table.known_ids or of is not routing.candidates:
             excluded = self._table.known_ids - routing.candidates
             self._last_excluded = self._table.known_ids, routing.candidates, excluded
+        untried = self.untried()
+        if untried and not (request is not None and request.is_first):
+            excluded |= untried
         return excluded | routing.excluded if routing.exclude else excluded
 
     def _tell(self, trace: RequestTrace, routing: RoutingRequest, decision: Decision) -> None:

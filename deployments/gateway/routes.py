@@ -16,6 +16,7 @@ from loomserve.platform.base.errors import BadRequest, Unavailable, UnknownModel
 from loomserve.platform.config import Alias, ApiKey
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.fleet.registry import unknown_model_message
+from loomserve.platform.http.engine_errors import model_failed
 from loomserve.platform.state import ModelStatus
 
 # By which OpenAI's clients tell their end users apart, the newer one first.
@@ -171,6 +172,8 @@ class ModelRoutes:
         if route.status is ModelStatus.UNLOADING:
             raise UnknownModel(f"The model {model!r} is being unloaded.", param="model")
         if not route.replicas and not route.on_demand:
+            if route.status is ModelStatus.FAILED:
+                raise model_failed(model)
             raise Unavailable(
                 f"model {model!r} is {route.status}; try again shortly",
                 reason="model_not_ready",
@@ -235,7 +238,7 @@ class ModelRoutes:
     def _takes_requests(self, route: ModelRoute) -> bool:
         # For one that comes and goes they wait.
         is_set_up = route.status in _SERVING and self._is_set_up(route.name)
-        return route.on_demand or is_set_up
+        return is_set_up or (route.on_demand and route.status is not ModelStatus.FAILED)
 
     async def takes_clients(self, request: Request) -> Response:
         """For load balancers: whether to send clients here.

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from loomserve.kvstore.engine.connector_scheduler import StoreConnectorScheduler
 from loomserve.kvstore.engine.connector_worker import StoreConnectorWorker
@@ -201,4 +202,10 @@ def _only_kind(kv_cache_config: KVCacheConfig) -> KVCacheSpec:
             "set kvstore: false for it"
         )
     (group,) = kv_cache_config.kv_cache_groups
+    if not isinstance(group.kv_cache_spec, FullAttentionSpec):
+        # With blocks that were dropped, it would compute other tokens.
+        raise ValueError(
+            "this model's KV cache drops blocks, which the KV store does not hold yet: "
+            "set kvstore: false for it"
+        )
     return group.kv_cache_spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -154,6 +155,7 @@ class Lookups:
             use=use,
             block_s=self._block_size * self._pace.s_per_token,
             holder=holder if holder != self._node else "",
+            pid=os.getpid(),
         )
 
     def _left(self, request: Request) -> int:

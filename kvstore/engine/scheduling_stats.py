@@ -14,10 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from loomserve.platform.scheduling.preemption_metrics import PreemptionMetrics
-
-SCHEDULING = "scheduling"
-"""Key of these numbers in a connector's statistics."""
+from loomserve.platform.scheduling.preemption_metrics import SCHEDULING, PreemptionMetrics
 
 
 class SchedulingStats(KVConnectorStats):  # type: ignore[misc]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -126,7 +127,9 @@ class SwapLedger:
         swapped.leased_at = now
         try:
             found = [
-                self._store.ask(Lookup(name, keys, 0, LEASE_S, promote=False, use=False), Found)
+                self._store.ask(
+                    Lookup(name, keys, 0, LEASE_S, promote=False, use=False, pid=os.getpid()), Found
+                )
                 for name in self._names.of_ranks(request.lora_request)
             ]
             swapped.leases = [one.lease for one in found if one.lease]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count, groupby
 from typing import NamedTuple
 
@@ -19,14 +20,27 @@ class Demotion(NamedTuple):
     slots: array[int]
 
 
-def demotions(order: Iterable[tuple[float, RadixTree, RadixNode]], blocks: int) -> list[Demotion]:
-    """First ``blocks`` blocks, in the order of eviction, that are in memory and not on SSD."""
+def demotions(
+    order: Iterable[tuple[float, RadixTree, RadixNode]],
+    blocks: int,
+    mirror_bytes: int = sys.maxsize,
+    record_bytes: Callable[[bytes], int] = lambda _: 1,
+) -> list[Demotion]:
+    """First ``blocks`` blocks, in the ``order`` of eviction, that are in memory and not on SSD.
+
+    They are among the first whose records, each of its namespace's ``record_bytes``, take
+    ``mirror_bytes`` together. The caller leases them while it copies them, and calls
+    :meth:`Index.insert_ssd` afterwards.
+    """
     found: list[Demotion] = []
     for _, tree, node in order:
-        if blocks <= 0:
+        size = record_bytes(tree.namespace)
+        near = min(mirror_bytes // size, len(node.slots))
+        if blocks <= 0 or near <= 0:
             break
-        positions = [at for at in range(len(node.slots)) if node.locations[at] == NOWHERE]
-        positions = positions[-blocks:]
+        mirror_bytes -= near * size
+        there = range(len(node.slots) - near, len(node.slots))
+        positions = [at for at in there if node.locations[at] == NOWHERE][-blocks:]
         blocks -= len(positions)
         found.extend(_runs(tree, node, positions))
     return found

@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterator, Sequence, Set
 from itertools import takewhile
 from typing import NamedTuple
 
-from loomserve.kvstore.index.demotion import Demotion, demotions
 from loomserve.kvstore.index.eviction import Policy, Refetch, eviction_order
 from loomserve.kvstore.index.holds import Lease, LeaseTable, PinTable
 from loomserve.kvstore.index.insertion import InitialUse, insert_in_memory, insert_on_ssd
@@ -230,7 +229,7 @@ class Index:
             The slots in the order of eviction, and the locations of forgotten blocks.
         """
         freed = Freed([], [])
-        for value, tree, node in self._order(within, now):
+        for value, tree, node in self.order(within, now):
             blocks = min(slot_count - len(freed.slots), len(node.slots))
             if blocks <= 0:
                 break
@@ -255,13 +254,6 @@ class Index:
             known.evictions += len(evicted.slots)
             freed.add(evicted)
         return freed
-
-    def demotion_candidates(self, blocks: int, now: float) -> list[Demotion]:
-        """The next ``blocks`` blocks that :meth:`evict` would forget, in its order.
-
-        The caller leases them while it copies them, and calls :meth:`insert_ssd` afterwards.
-        """
-        return demotions(self._order(None, now), blocks)
 
     def pin(self, namespace: bytes, keys: bytes, blocks: int) -> bool:
         """Keeps the first ``blocks`` blocks in memory until they are unpinned or removed.
@@ -310,9 +302,10 @@ class Index:
         """Raises ``AssertionError`` if an invariant is broken; for tests, since it visits all."""
         _check(list(self._namespaces.values()), list(self.leases.lasts()))
 
-    def _order(
+    def order(
         self, within: Set[bytes] | None, now: float
     ) -> Iterator[tuple[float, RadixTree, RadixNode]]:
+        """Blocks of ``within``, or of all, as :meth:`evict` takes them."""
         return eviction_order(self.trees(within), self._policy, now, self._refetch)
 
     def trees(self, within: Set[bytes] | None = None) -> list[RadixTree]:

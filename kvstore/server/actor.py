@@ -17,6 +17,7 @@ from loomserve.kvstore.server.opening import start_server
 from loomserve.kvstore.server.options import StoreOptions, StorePlan
 from loomserve.kvstore.server.protocol import Request
 from loomserve.kvstore.server.server import StoreServer
+from loomserve.platform.base.descriptors import raise_limit
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.generation import LatestGeneration
 
@@ -35,6 +36,7 @@ class StoreActor:
 
     def __init__(self, options: dict[str, Any], token: str = "") -> None:
         """``token`` is what the stores of the run know, where there are several."""
+        raise_limit()  # each segment on SSD takes a descriptor
         self._options = StoreOptions.model_validate(options)
         self._server: StoreServer | None = None
         self._network: PeerNetwork | None = None

@@ -51,11 +51,11 @@ class StoreClient:
         """Send a request and return its answer.
 
         Raises:
-            StoreAwayError: no answer came in time, after which calls raise at once for a second;
-                or the answer is not of the ``expected`` type.
+            StoreAwayError: no answer came in time, after which calls raise at once for a second,
+                or until that answer has come; or it is not of the ``expected`` type.
             StoreRefusedError: the store refused.
         """
-        if time.monotonic() < self._retry_at:
+        if time.monotonic() < self._retry_at and not self._has_answered_late():
             raise StoreAwayError(f"the KV store at {self._address} is away")
         try:
             self._give_back()
@@ -87,6 +87,10 @@ class StoreClient:
             raise zmq.Again
         reply: Reply = self._decoder.decode(socket.recv())
         return reply
+
+    def _has_answered_late(self) -> bool:
+        """Whether it was only slow."""
+        return self._unanswered is not None and bool(self._unanswered.poll(0))
 
     def _give_back(self) -> None:
         """Give back slots and leases of an answer that came too late."""

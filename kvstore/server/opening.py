@@ -19,7 +19,7 @@ from loomserve.platform.base.errors import StartError
 _EXTENTS = 64
 _SMALLEST_EXTENT = 2**23
 _SSD_SEGMENT_BYTES = 2**28
-"""Space on SSD is freed in pieces of this size."""
+"""Space on SSD is freed in pieces of this size, or an eighth of all."""
 
 
 def start_server(options: StoreOptions, token: str = "") -> tuple[StoreServer, PeerNetwork | None]:
@@ -59,7 +59,7 @@ def open_store(options: StoreOptions, network: PeerNetwork | None = None) -> Blo
     """
     extent_bytes = max(_SMALLEST_EXTENT, options.memory // _EXTENTS // 4096 * 4096)
     # A slot that fits an extent must fit a segment.
-    segment_bytes = max(_SSD_SEGMENT_BYTES, extent_bytes)
+    segment_bytes = max(min(_SSD_SEGMENT_BYTES, options.ssd // 8), extent_bytes)
     ssd = SsdTier(options.ssd_folder, options.ssd, segment_bytes) if options.ssd_folder else None
     index = Index(
         POLICIES[options.eviction],

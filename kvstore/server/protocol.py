@@ -32,6 +32,8 @@ _LONGEST_LEASE_S = 3600
 
 Namespace = Annotated[bytes, Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
 Count = Annotated[int, Meta(ge=0, lt=2**32)]
+# Linux has no higher one.
+Pid = Annotated[int, Meta(ge=0, le=2**22)]
 Size = Annotated[int, Meta(ge=1, lt=2**40)]
 ModelName = Annotated[str, Meta(max_length=512)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
@@ -48,6 +50,8 @@ class Lookup(msgspec.Struct, tag=True, frozen=True):
     ``block_s`` are the seconds that the engine computes a block for: blocks that other nodes have
     are fetched where that is quicker; 0: none is. ``holder`` names the node that has the whole
     chain, if an engine there hands it over.
+
+    ``pid`` is the process on this machine with which the lease ends, if it ends first; 0: none.
     """
 
     namespace: Namespace
@@ -58,6 +62,7 @@ class Lookup(msgspec.Struct, tag=True, frozen=True):
     use: bool = True
     block_s: Seconds = 0.0
     holder: NodeName = ""
+    pid: Pid = 0
 
 
 class Found(msgspec.Struct, tag=True, frozen=True):

@@ -174,7 +174,8 @@ class BlockStore:
         lease = None
         if match.in_memory > request.skip:
             lease = self._leases.give(
-                namespace, keys, match.in_memory, request.skip, now, request.lease_s
+                *(namespace, keys, match.in_memory, request.skip, now, request.lease_s),
+                pid=request.pid,
             )
             if lease is None:
                 # Blocks that nobody keeps there are of no use to the engine.

@@ -21,6 +21,7 @@ class KeyState(BaseModel):
     max_concurrent: int | None = None
     tokens_per_minute: int | None = None
     tokens_per_day: int | None = None
+    first_priority: int = 0
     refuse_late: bool = False
 
 

@@ -69,7 +69,7 @@ class TokenMeter:
         self._shared = counts is not None
         self._clock = clock
         self._unix_clock = unix_clock or steady_unix_clock()
-        self._usage = _read(file)
+        self._usage = _read_first(file)
         self._kept: dict[str, TokenUsage] = {}
         self._saved = self._text()
         self._unwritable = False
@@ -126,13 +126,13 @@ class TokenMeter:
 
     def save(self) -> None:
         """Keep the day's tokens, if they have changed; may be called in any thread."""
-        if self._shared:
-            # What others charged just before this one began stands there alone.
-            self._kept = _read(self._file)
-        text = self._text()
-        if text == self._saved:
-            return
         try:
+            if self._shared:
+                # What others charged just before this one began stands there alone.
+                self._kept = _read(self._file)
+            text = self._text()
+            if text == self._saved:
+                return
             replace_private(self._file, text)
         except OSError as error:
             if not self._unwritable:
@@ -166,7 +166,19 @@ class TokenMeter:
         return json.dumps({"day": day, "tokens": tokens})
 
 
+def _read_first(file: Path) -> dict[str, TokenUsage]:
+    try:
+        return _read(file)
+    except OSError as error:
+        _log.error("the day's tokens in %s are not read, and start at none: %r", file, error)
+    return {}
+
+
 def _read(file: Path) -> dict[str, TokenUsage]:
+    """
+    Raises:
+        OSError: the file cannot be read; what it says is not lost by that.
+    """
     try:
         kept = json.loads(file.read_text())
         day = int(kept["day"])
@@ -176,6 +188,6 @@ def _read(file: Path) -> dict[str, TokenUsage]:
         }
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         _log.error("the day's tokens in %s are not read, and start at none: %r", file, error)
     return {}

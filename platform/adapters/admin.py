@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
@@ -10,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from loomserve.platform.base.errors import BadRequest, NotFound, UnknownModel
 from loomserve.platform.base.reply import Ask
-from loomserve.platform.config import MODEL_NAME
+from loomserve.platform.config import check_model_name
 from loomserve.platform.state import AdapterState, PlatformState
 
 
@@ -42,12 +41,10 @@ def build_adapters_router(ask: Ask) -> APIRouter:
 
         Requests that run go on with the weights that they began with.
         """
-        if re.fullmatch(MODEL_NAME, name) is None:
-            raise BadRequest(
-                f"{name[:130]!r} is no name: use up to 127 letters, digits and ._-/, a letter or "
-                "digit first",
-                param="name",
-            )
+        try:
+            check_model_name(name)
+        except ValueError as error:
+            raise BadRequest(str(error), param="name") from None
         return _named(name, model, await ask("set_adapter", model, name, request.source))
 
     @router.delete("/{name:path}", response_model=list[AdapterState])

@@ -13,11 +13,13 @@
         ├── Unauthorized          401
         ├── Forbidden             403
         ├── NotFound              404
+        │   ├── NothingThere      404
         │   └── UnknownModel      404
         ├── MethodNotAllowed      405    use a method named in Allow
         ├── RequestTimeout        408
         ├── Conflict              409
         ├── BodyTooLarge          413
+        ├── UnsupportedBody       415    send it in another form
         ├── TooManyRequests       429    retry later (Retry-After)
         ├── HeadTooLarge          431
         ├── InternalError         500    we are broken
@@ -133,6 +135,10 @@ class NotFound(RequestError):
     reason = "not_found"
 
 
+class NothingThere(NotFound):
+    """No endpoint has the request's path."""
+
+
 class UnknownModel(NotFound):
     reason = "model_not_found"
 
@@ -178,6 +184,17 @@ class BodyTooLarge(RequestError):
         return {**super().headers(), "Connection": "close"}
 
 
+class UnsupportedBody(RequestError):
+    """A body in an encoding that no endpoint reads."""
+
+    status = 415
+    type = "invalid_request_error"
+    reason = "unsupported_media_type"
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "Accept-Encoding": "identity"}
+
+
 class TooManyRequests(RequestError):
     status = 429
     type = "rate_limit_error"
@@ -196,6 +213,8 @@ class InternalError(RequestError):
 
 QUERY_OF_DEATH = "query_of_death"
 """Code of an :class:`EngineGone` that several engines have ended with; no other is asked."""
+ENGINE_STALLED = "engine_stalled"
+"""Code of an :class:`EngineGone` whose engines stood still, but had not ended."""
 
 
 class EngineGone(RequestError):

@@ -10,8 +10,9 @@ import contextlib
 import os
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -19,6 +20,7 @@ from loomserve.platform.access.keys import hash_key
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.base.paths import cache_folder
+from loomserve.platform.base.port_owners import check_listeners
 from loomserve.platform.config import Config
 
 _MOST_BYTES = 1024
@@ -51,9 +53,28 @@ def token_for(url: str) -> str | None:
     """The user's token, if ``url`` is of this machine; None: it is not, or there is no token.
 
     Raises:
-        StartError: the token's file cannot be trusted.
+        StartError: the token's file cannot be trusted, or another user listens at ``url``.
     """
-    return read_token() if on_this_machine(url) else None
+    token = read_token() if on_this_machine(url) else None
+    if token is not None:
+        check_listeners(httpx.URL(url).host, _port(httpx.URL(url)))
+    return token
+
+
+def only_to_own_user(url: str) -> dict[str, Any]:
+    """Extensions of a request of httpx's with a token: who took its connection is looked at before
+    anything is sent; the request raises StartError. Beyond this machine nobody can tell.
+    """
+
+    def look(event: str, info: Mapping[str, Any]) -> None:
+        if event == "connection.connect_tcp.complete":
+            try:
+                host, port, *_ = info["return_value"].get_extra_info("server_addr")
+            except OSError as error:
+                raise httpx.ConnectError(str(error)) from None
+            check_listeners(host, port, connected=True)
+
+    return {"trace": look} if on_this_machine(url) else {}
 
 
 def on_this_machine(url: str) -> bool:
@@ -62,6 +83,10 @@ def on_this_machine(url: str) -> bool:
         return is_loopback(httpx.URL(url).host)
     except httpx.InvalidURL:
         return False
+
+
+def _port(url: httpx.URL) -> int:
+    return url.port or (443 if url.scheme == "https" else 80)
 
 
 def read_token() -> str | None:

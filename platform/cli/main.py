@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -11,20 +12,21 @@ import typer
 from rich.console import Console
 
 from loomserve.platform import config as configuration
-from loomserve.platform.access.live_keys import read_keys, with_absolute_path
 from loomserve.platform.base.errors import LoomserveError
+from loomserve.platform.cli import IS_COMMAND
 from loomserve.platform.cli.batch import batch
 from loomserve.platform.cli.keys import keys
 from loomserve.platform.cli.kv import kv
 from loomserve.platform.cli.lending import lending
 from loomserve.platform.cli.lengths import lengths
-from loomserve.platform.cli.node import node
+from loomserve.platform.cli.node import Debug, node
 from loomserve.platform.cli.placement import placement, plan
 from loomserve.platform.cli.plans import plans
 from loomserve.platform.cli.profile import profile
 from loomserve.platform.cli.status import status
 from loomserve.platform.config.reference import describe
 from loomserve.platform.kubernetes.commands import kube
+from loomserve.platform.run.ending import report
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Serve many models at once.")
 config_app = typer.Typer(no_args_is_help=True, help="Check and explain the configuration.")
@@ -62,12 +64,13 @@ def _options(
             "--version", help="Say which version this is.", callback=_say_version, is_eager=True
         ),
     ] = False,
+    debug: Debug = False,
 ) -> None:
     """Options of the command itself; its first line of help is the app's."""
 
 
 @app.command()
-def serve(path: ConfigPath = Path("examples/laptop.yaml")) -> None:
+def serve(path: ConfigPath = Path("examples/laptop.yaml"), debug: Debug = False) -> None:
     """Serve the models of a configuration until Ctrl-C."""
     # Only here: the other commands need neither Ray nor torch.
     from loomserve.platform.cli import serve
@@ -76,21 +79,19 @@ def serve(path: ConfigPath = Path("examples/laptop.yaml")) -> None:
 
 
 @config_app.command("check")
-def config_check(path: ConfigPath) -> None:
+def config_check(
+    path: ConfigPath,
+    here: Annotated[
+        bool, typer.Option("--here", help="Look at this machine as well, as serve does.")
+    ] = False,
+) -> None:
     """Say whether a configuration is right; exit with 2 if it is not."""
-    from loomserve.platform.adapters.sources import check_configured
-    from loomserve.platform.engine.options.names import check
-    from loomserve.platform.lengths.stored import check_predictor
-    from loomserve.platform.models import catalog
+    from loomserve.platform.cli.checks.configuration import check_configuration, check_here
 
     checked = configuration.load(path)
-    read_keys(with_absolute_path(checked.server, path.parent))
-    for model in checked.models:
-        check_predictor(model)
-        check(model.name, model.engine)
-        if not model.source.startswith("demo"):  # checking must not download
-            catalog.resolve(model.source, path.parent, _say, revision=model.revision)
-        check_configured(model, path.parent)
+    check_configuration(checked, path.parent, _say)
+    if here:
+        check_here(checked, path.parent, _say)
     where = f"{len(checked.devices)} devices" if checked.devices else "all devices that there are"
     _say(f"{path}: {len(checked.models)} models on {where}; all is well")
 
@@ -106,8 +107,10 @@ def _say(text: str) -> None:
 
 
 def main() -> None:
+    if IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         app()
-    except LoomserveError as error:
-        print(f"loomserve: {error}", file=sys.stderr)
-        sys.exit(2)
+    except Exception as error:
+        report(error)
+        sys.exit(2 if isinstance(error, LoomserveError) else 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 from functools import partial
 from ipaddress import IPv4Address
@@ -15,17 +14,30 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from loomserve.deployments.forked_worker import preloaded
+from loomserve.platform.base.descriptors import raise_limit
 from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.config.base import Name
 from loomserve.platform.config.cluster import ClusterAddress
 from loomserve.platform.devices.gpus import vllm_is_for
-from loomserve.platform.engine.process.forking import start_fork_server
+from loomserve.platform.engine.process.kept_fork_server import KeptForkServer
 from loomserve.platform.nodes.node import NodeOptions, SupervisedNode, make_state_folder
 from loomserve.platform.nodes.token import read_or_make_token, read_token, token_path
+from loomserve.platform.run.ending import EndSignals, show_tracebacks
 
 _DEFAULT_PORT = 6379
 _PORTS = re.compile(r"^(\d{4,5})-(\d{4,5})$")
+
+
+def _debug(asked: bool) -> None:
+    if asked:
+        show_tracebacks()
+
+
+Debug = Annotated[
+    bool,
+    typer.Option("--debug", help="Show where in the code an error was raised.", callback=_debug),
+]
 
 
 def node(
@@ -55,27 +67,23 @@ def node(
     ports: Annotated[
         str | None, typer.Option(help="FIRST-LAST of the ports for Ray's workers; any.")
     ] = None,
+    debug: Debug = False,
 ) -> None:
     """Run a node of a cluster until Ctrl-C; Ray is started again whenever it ends."""
     os.umask(0o077)
+    raise_limit()
     options = _options(head, address, name, ip, state, token_file, ports)
-    start_forks = partial(start_fork_server, preloaded=preloaded(vllm_is_for()))
-    _keep(SupervisedNode(options, print_line, start_forks), options)
+    make_forks = partial(KeptForkServer, preloaded=preloaded(vllm_is_for()))
+    # The guard ends what a node is that is ended at once.
+    ends = EndSignals()
+    ends.catch()
+    print_line(f"starting node {options.name}; the head is {options.head[0]}:{options.head[1]}")
+    SupervisedNode(options, print_line, make_forks, ends.asked).run()
+    print_line(f"node {options.name} is stopped")
 
 
 def print_line(text: str) -> None:
     print(text, flush=True)
-
-
-def _keep(supervised: SupervisedNode, options: NodeOptions) -> None:
-    def on_signal(number: int, frame: Any) -> None:
-        supervised.stop()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
-    print_line(f"starting node {options.name}; the head is {options.head[0]}:{options.head[1]}")
-    supervised.run()
-    print_line(f"node {options.name} is stopped")
 
 
 def _options(

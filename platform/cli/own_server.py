@@ -8,13 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from loomserve.platform.access.live_keys import read_keys, with_absolute_path
+from loomserve.platform.base.descriptors import connections_that_fit, limit
+from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Config, Server
+from loomserve.platform.devices.shortage import has_room, memory_bounds, threshold, used_share
 from loomserve.platform.http import tls
 from loomserve.platform.http.audit_log import audit_log_path, check_audit_log
 from loomserve.platform.usage.files import check_usage_folder, usage_folder_path
 
 _DAY_S = 24 * 3600
 _EXPIRES_SOON_S = 14 * _DAY_S
+_FEWEST_CONNECTIONS = 16
+_FEWEST_DESCRIPTORS = 256
 
 
 def with_absolute_files(config: Config, base: Path) -> Config:
@@ -53,6 +58,42 @@ def warnings(server: Server) -> Iterator[str]:
         yield (
             f"warning: {server.host} is served without TLS, so keys and prompts can be read on "
             "the way: set server.tls, unless a proxy before it does so (docs/tls.md)"
+        )
+
+
+def sizes(config: Config) -> Iterator[str]:
+    """What an operator should know of sizes that do not suit each other, a line each."""
+    store = config.kvstore
+    if store is not None and store.ssd is not None and store.ssd < 2 * store.memory:
+        yield (
+            "warning: kvstore.ssd is less than twice kvstore.memory: half of it is for blocks that "
+            "are still in memory, so it adds little; give it more, or leave it out"
+        )
+    if not has_room(bounds := memory_bounds(), 0):
+        yield (
+            f"warning: memory is short, of which {used_share(bounds):.0%} are used: engines wait "
+            f"until it is {threshold():.0%} at most (docs/operate.md)"
+        )
+
+
+def descriptors(server: Server) -> Iterator[str]:
+    """What an operator should know of the connections that there may be, a line each.
+
+    Raises:
+        StartError: there may be too few.
+    """
+    fit = connections_that_fit(server.max_connections, len(server.ports))
+    if fit < min(server.max_connections, _FEWEST_CONNECTIONS):
+        raise StartError(
+            f"a process may have {limit()} file descriptors here, too few for a gateway and its "
+            "clients: allow more (ulimit -Hn; LimitNOFILE= of a service), at least "
+            f"{_FEWEST_DESCRIPTORS}"
+        )
+    if fit < server.max_connections:
+        yield (
+            f"warning: a process may have {limit()} file descriptors here, so that there is room "
+            f"for {fit} connections instead of server.max_connections, {server.max_connections}: "
+            "allow more (ulimit -Hn; LimitNOFILE= of a service), or set it lower"
         )
 
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.text import Text
 
 from loomserve.platform import config as configuration
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.cli.status import DEFAULT_URL, Token, Url, client_for, fetch
+from loomserve.platform.cli.status import (
+    DEFAULT_URL,
+    Token,
+    Url,
+    client_for,
+    fetch,
+    parser_lines,
+)
 from loomserve.platform.cli.tables import display, new_table, stacked
 from loomserve.platform.config import Model
 from loomserve.platform.placement import device_profile
 from loomserve.platform.placement.configured import profile_path, wanted_of
 from loomserve.platform.placement.own_placement import placed_here
-from loomserve.platform.placement.plan import plan_of_file, plan_of_platform
+from loomserve.platform.placement.plan import PlacementPlan, plan_of_file, plan_of_platform
 from loomserve.platform.placement.policy import explanation, placer
 from loomserve.platform.placement.policy.helr import MODES, Mode
 from loomserve.platform.placement.policy.placer import PlacedModel, Wanted
@@ -83,7 +91,7 @@ def plan(
         with client_for(url) as client:
             shown = plan_of_platform(fetch(client, url, token))
     if as_json:
-        _console.print_json(data=asdict(shown))
+        _console.print_json(data=TypeAdapter(PlacementPlan).dump_python(shown, mode="json"))
         return
     devices = new_table("device", "place", numbers=("GiB for models",), title="Devices")
     for device in shown.devices:
@@ -93,7 +101,7 @@ def plan(
     for each in shown.models:
         cells = (each.name, ", ".join(each.devices), each.start, _gib(each.size), each.why)
         models.add_row(*map(Text, cells))
-    display(stacked(devices, models))
+    display(stacked(devices, models, *parser_lines(shown.models)))
 
 
 def _say(text: str) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import math
 import os
 import secrets
-import signal
 import ssl
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import psutil
 
 from loomserve.deployments.kvstore.kv_store import start_store, stop_store, store_plan
 from loomserve.deployments.planning import (
@@ -24,29 +26,28 @@ from loomserve.deployments.planning import (
     plan,
     present_models,
 )
-from loomserve.deployments.ray_start import platform_ray
-from loomserve.kvstore.server.options import StoreOptions, arena_path, left_behind
+from loomserve.deployments.ray_start import Unless, platform_ray
+from loomserve.kvstore.server.options import StoreOptions, arena_path
 from loomserve.platform.access.given_hashes import with_given_hashes
+from loomserve.platform.base.descriptors import raise_limit
 from loomserve.platform.base.errors import RayEnded, StartError
 from loomserve.platform.base.reply import Reply
-from loomserve.platform.batch.folder import BatchFolder, batch_folder
 from loomserve.platform.cli.admin_token import with_admin_token
+from loomserve.platform.cli.checks.machine import check_machine, check_what_one_has
 from loomserve.platform.cli.own_server import (
+    descriptors,
+    sizes,
     tenancy,
     trust_of,
     url_of,
     warnings,
     with_absolute_files,
 )
-from loomserve.platform.config import LOCAL_NODE, Config
-from loomserve.platform.devices.compiler import check_compiler
-from loomserve.platform.devices.gpus import check_devices, gpus_here
-from loomserve.platform.devices.memory import check_shared_memory
-from loomserve.platform.engine.hooks import verify
-from loomserve.platform.http.server import listen
+from loomserve.platform.config import Config
+from loomserve.platform.nodes.lone_ray import LOOPBACK
 from loomserve.platform.placement.by_itself import Placed
 from loomserve.platform.placement.own_placement import placed_here, said
-from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError, plans_folder
+from loomserve.platform.run.ending import EndSignals, Interrupted, finished, report
 from loomserve.platform.run.leftovers import remove_leftovers
 from loomserve.platform.state import ModelState, ModelStatus, PlatformState
 
@@ -56,83 +57,10 @@ _POLL_S = 0.5
 # A first start compiles kernels; a second one finds them in vLLM's cache.
 _START_TIMEOUT_S = 900.0
 _CLAIM_TIMEOUT_S = 5.0
-# One machine is all there is, so all that talks to itself stays on it, wherever the server listens.
-_NODE_ADDRESS = "127.0.0.1"
-
-
-def check_machine(config: Config, base: Path) -> None:
-    """Check the machine, to fail now rather than at the first request.
-
-    Raises:
-        StartError: a busy port, a core, a GPU, a compiler or a folder that is not there, or a vLLM
-            or Ray that lacks what Loomserve builds on; says what to do.
-    """
-    verify("vllm")
-    verify("ray")
-    if config.cluster is not None:
-        return  # its nodes are checked by themselves, once it is joined
-    check_what_one_has(config, base)
-    there = os.cpu_count() or 1
-    for device in config.devices:
-        for core in device.cores:
-            if core >= there:
-                raise StartError(
-                    f"device {device.name!r} names core {core}, but this machine has cores 0 to "
-                    f"{there - 1}"
-                )
-    check_devices(config.devices, LOCAL_NODE, gpus_here())
-    if config.kvstore is not None:
-        check_shared_memory(config.kvstore.memory, left_behind(config.server.port))
-    check_compiler(config.models)
-
-
-def check_what_one_has(config: Config, base: Path) -> None:
-    """Check what only one platform at a time can have: its ports, its folders.
-
-    Raises:
-        StartError: another has it.
-    """
-    for name, port in zip(("port", "admin_port"), config.server.ports, strict=False):
-        _check_port(name, config.server.host, port)
-    _check_batch_folder(config, base)
-    _check_plans_folder(config, base)
-
-
-def _check_port(name: str, host: str, port: int) -> None:
-    try:
-        listen(host, port).close()
-    except OSError as error:
-        raise StartError(
-            f"cannot listen on {error.strerror}; stop what uses it, or set server.{name}"
-        ) from None
-
-
-def _check_batch_folder(config: Config, base: Path) -> None:
-    path = batch_folder(config, base)
-    if path is not None:
-        folder = BatchFolder(path)
-        # A platform that was killed a moment ago may still be ending.
-        folder.claim(_CLAIM_TIMEOUT_S)
-        folder.release()
-
-
-def _check_plans_folder(config: Config, base: Path) -> None:
-    if config.rebalancing.controller == "off":
-        return
-    store = PlanStore(plans_folder(config, base))
-    deadline = time.monotonic() + _CLAIM_TIMEOUT_S
-    try:
-        while not store.claim():
-            if time.monotonic() > deadline:
-                raise StartError(
-                    f"another platform keeps its plans in {plans_folder(config, base)}: set "
-                    "rebalancing.folder"
-                )
-            time.sleep(_POLL_S)
-        store.load()
-    except StoreError as error:
-        raise StartError(str(error)) from None
-    store.release()
+_READY_TIMEOUT_S = 5.0
+_TELL_S = 15.0
+# So long an end of what has only begun to start may take.
+_QUICK_S = 3.0
 
 
 _UP = frozenset({ModelStatus.READY, ModelStatus.ASLEEP, ModelStatus.UNLOADED})
@@ -148,10 +76,11 @@ class Platform:
         self._store_plan = store_plan(config, base)
         self._store: Any = None
         self._ray = platform_ray(config, base, [arena_path(config.server.port)], say)
+        self._internal_token = secrets.token_urlsafe(32)
 
-    def join(self) -> None:
+    def join(self, unless: Unless) -> None:
         """Start Ray, or join the cluster."""
-        self._ray.start()
+        self._ray.start(unless)
 
     def start(self, placed: Placed, replicas: dict[str, int]) -> None:
         """Start everything; engines start in the background."""
@@ -165,19 +94,18 @@ class Platform:
         self._ray.make_room()
         if self._config.cluster is not None:
             check_what_one_has(self._config, self._base)
-        internal_token = secrets.token_urlsafe(32)
-        store_options = self._start_stores(internal_token)
+        store_options = self._start_stores()
         serve.start(proxy_location="Disabled")
         self._controller = run_platform(
             self._config,
             replicas,
-            internal_token,
+            self._internal_token,
             str(self._base.resolve()),
             store_options,
             {name: berth.why for name, berth in placed.berths.items()},
         )
 
-    def _start_stores(self, internal_token: str) -> StoreOptions | None:
+    def _start_stores(self) -> StoreOptions | None:
         """Returns the options of the store here, which are those of the others but for its node."""
         plan = self._store_plan
         if plan is None:
@@ -185,7 +113,7 @@ class Platform:
         if self._config.cluster is not None:
             from loomserve.deployments.kvstore.node_stores import start_node_stores
 
-            start_node_stores(plan, internal_token)
+            start_node_stores(plan, self._internal_token)
         else:
             self._store = start_store(plan.here())
         return plan.here()
@@ -201,18 +129,26 @@ class Platform:
             StartError: a model failed, they took too long, or a process listens to other machines.
         """
         told = dict[str, int]()
+        said_at = time.monotonic()
+        configured = {model.name for model in self._config.models}
         while True:
-            models = self._models_if_told()
+            models, elapsed_s = self._models_if_told(), time.monotonic() - self._began
             for model in models or ():
-                _tell(model, told, time.monotonic() - self._began, say)
-                if model.status is ModelStatus.FAILED:
+                if _tell(model, told, elapsed_s, say):
+                    said_at = time.monotonic()
+                # What an operator loads meanwhile is no part of the start.
+                if model.status is ModelStatus.FAILED and model.name in configured:
                     raise StartError(f"model {model.name!r} did not start: {model.message}")
             ready = models is not None and all(m.status in _UP for m in models)
-            if ready and self._answers():
+            if ready and self.answers():
                 self._ray.check_listening(self._config)
                 return
-            if time.monotonic() - self._began > _START_TIMEOUT_S:
+            if elapsed_s > _START_TIMEOUT_S:
                 raise StartError(f"not ready after {_START_TIMEOUT_S:.0f} s; see {self.log_folder}")
+            if time.monotonic() - said_at > _TELL_S:
+                said_at = time.monotonic()
+                late = [m.name for m in models or () if m.status not in _UP] or ["the platform"]
+                say(f"waiting for {', '.join(late)} ({elapsed_s:.0f} s)")
             time.sleep(_POLL_S)
 
     def _models_if_told(self) -> tuple[ModelState, ...] | None:
@@ -222,12 +158,12 @@ class Platform:
         except TimeoutError:
             return None
 
-    def _answers(self) -> bool:
-        """Whether the gateway too knows that every model is ready."""
+    def answers(self) -> bool:
+        """Whether the gateway too knows that every model is ready, and clients may ask."""
         try:
             server = self._config.server
             ready = f"{url_of(server)}/ready"
-            with urllib.request.urlopen(ready, timeout=5, context=trust_of(server)):
+            with urllib.request.urlopen(ready, timeout=_READY_TIMEOUT_S, context=trust_of(server)):
                 return True
         except OSError:
             return False
@@ -238,22 +174,47 @@ class Platform:
 
         return session_folder() / "logs" / "serve"
 
+    def check_ray(self, wait_s: float = 0.0) -> None:
+        """
+        Raises:
+            RayEnded: a process of Ray's has ended, for which this waits so long.
+        """
+        if lost := self._ray.lost(wait_s):
+            raise RayEnded(
+                f"Ray's {lost} has ended, so that nothing new is served: "
+                f"{self._ray.last_said(lost)}. If it was killed for want of memory, dmesg says so. "
+                "Start again"
+            )
+
     def lost(self) -> str | None:
         """A process of Ray's that has ended, so that nothing goes on; None: there is none."""
         return self._ray.lost()
 
-    def stop(self) -> None:
-        """Let running requests finish, then end every process that the platform has."""
+    def drain(self) -> None:
+        """Have the gateways end once their open requests have, without Ray."""
+        from loomserve.deployments.gateway.internal_client import drain_gateways
+
+        timeout_s = self._config.server.drain_timeout_s + _CLAIM_TIMEOUT_S
+        asyncio.run(drain_gateways(self._internal_token, LOOPBACK, timeout_s))
+
+    def stop(self, *, quickly: bool) -> None:
+        """Let running requests finish, then end every process that the platform has.
+
+        Args:
+            quickly: it has not served yet, so that there are none.
+        """
+        late = time.monotonic() + _QUICK_S if quickly else math.inf
         with _silence():
             try:
                 # Calls of Ray's may wait forever for a raylet that is gone, as when a supervisor
-                # has told all processes to end at once; others would start another Ray.
-                _do(self._delete, unless=self.lost)
-            finally:
-                if self.lost():
-                    self._ray.kill()
-                else:
-                    self._ray.end()
+                # has told all processes to end at once.
+                finished(self._delete, lambda: self.lost() or time.monotonic() > late)
+            except BaseException as error:
+                self._ray.kill()
+                if not isinstance(error, Interrupted):
+                    raise
+            else:
+                self._ray.end()
 
     def _delete(self) -> None:
         self._ray.delete_platform()
@@ -286,91 +247,131 @@ def _silence() -> Iterator[None]:
 
 
 def run(config: Config, base: Path, say: Say) -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGINT, SIGTERM or SIGHUP.
 
     Raises:
         StartError: it cannot be started.
-        RayEnded: it cannot go on.
     """
     # All that the platform writes is for its user: logs, sockets, what libraries cache.
     os.umask(0o077)
+    ends = EndSignals()
+    ends.catch()
+    try:
+        placed, replicas = finished(lambda: _prepared(config, base, say), ends.asked.is_set)
+    except Interrupted:
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        _leave(0, say)
+    platform = Platform(placed.config, base, say)
+    ends.at_once = platform.kill
+    is_up = False
+    try:
+        try:
+            _start(platform, placed, replicas, base, say, ends)
+            is_up = True
+            while not ends.asked.is_set():
+                platform.check_ray(_POLL_S)
+        except Interrupted:
+            platform.check_ray()
+            # Clients may have seen so before this command has.
+            is_up = is_up or platform.answers()
+    except RayEnded as error:
+        report(error)
+        with contextlib.suppress(Exception):
+            finished(platform.drain, ends.asked.is_set)
+        platform.kill()
+        _leave(2, say)
+    except BaseException:
+        # What cannot be ended in order is ended all the same, and does not hide why.
+        with contextlib.suppress(Exception):
+            platform.stop(quickly=not is_up)
+        raise
+    if is_up:
+        say("stopping: running requests may finish (Ctrl-C again to cut them)")
+    platform.stop(quickly=not is_up)
+    _leave(0, say)
+
+
+def _leave(status: int, say: Say) -> NoReturn:
+    """End this process, in which threads may still wait for what has been ended."""
+    say("stopped")
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _prepared(config: Config, base: Path, say: Say) -> tuple[Placed, dict[str, int]]:
+    """What is to run here, once all has been checked that can be before Ray is up.
+
+    Raises:
+        StartError: it cannot be started.
+    """
     config = with_absolute_files(config, base)
     if config.cluster is None:
         remove_leftovers(keep=[arena_path(config.server.port)])
     check_machine(config, base)
-    for line in (*warnings(config.server), *tenancy(config)):
+    raise_limit()
+    server = config.server
+    for line in (*warnings(server), *descriptors(server), *sizes(config), *tenancy(config)):
         say(line)
     config = with_admin_token(with_given_hashes(config), say)
-    placed = Placed(config)
+    if config.cluster is not None:
+        return Placed(config), {}  # planned once its nodes are there
+    placed = placed_here(config, base, say, bytes_left_behind(config))
+    return placed, plan(placed.counted, base, say)
+
+
+def _start(
+    platform: Platform,
+    placed: Placed,
+    replicas: dict[str, int],
+    base: Path,
+    say: Say,
+    ends: EndSignals,
+) -> None:
+    """Start the platform, and wait until it answers.
+
+    Raises:
+        StartError: it cannot be started.
+        Interrupted: an end was asked for, or a process of Ray's has ended.
+    """
+
+    def unless() -> object:
+        return ends.asked.is_set() or platform.lost()
+
+    config = placed.config
     if config.cluster is None:
-        placed = placed_here(config, base, say, bytes_left_behind(config))
-    stopped = threading.Event()
-    platform = Platform(placed.config, base, say)
-    _catch_signals(stopped, platform)
-    if config.cluster is None:
-        replicas = plan(placed.counted, base, say)
         say("starting Ray")
     else:
         say("joining the cluster")
-    try:
-        platform.join()
-        _catch_signals(stopped, platform)  # Ray has put its own handlers there
-        if config.cluster is not None:
-            placed = placed_in_cluster(config, base, say)
-            replicas = plan(placed.counted, base, say)
-        config = placed.config
-        for line in said(placed):
-            say(line)
-        for model in present_models(config):
-            used = len(model.devices) if model.pipeline else replicas[model.name]
-            where = ", ".join(model.devices[:used])
-            say(f"loading {model.name} on {where}")
-        platform.start(placed, replicas)
-        _do(lambda: platform.wait_ready(say), unless=lambda: stopped.is_set() or platform.lost())
-        if not (stopped.is_set() or platform.lost()):
-            _greet(config, say)
-        while not stopped.wait(_POLL_S):
-            _check_ray(platform)
-    finally:
-        if not platform.lost():
-            say("stopping: running requests may finish (Ctrl-C again to cut them)")
-        platform.stop()
-        say("stopped")
+    platform.join(ends.asked.is_set)
+    if config.cluster is not None:
+        placed = finished(lambda: placed_in_cluster(config, base, say), unless)
+        replicas = finished(lambda: plan(placed.counted, base, say), unless)
+    for line in said(placed):
+        say(line)
+    for model in present_models(placed.config):
+        used = len(model.devices) if model.pipeline else replicas[model.name]
+        where = ", ".join(model.devices[:used])
+        say(f"loading {model.name} on {where}")
+    finished(
+        lambda: platform.start(placed, replicas),
+        unless,
+        lambda seconds: say(f"waiting for controller and gateways ({seconds:.0f} s)"),
+    )
+    finished(lambda: platform.wait_ready(say), unless)
+    finished(lambda: _greet(placed.config, say), unless)
 
 
-def _check_ray(platform: Platform) -> None:
-    if lost := platform.lost():
-        raise RayEnded(
-            f"Ray's {lost} has ended, so that nothing is served any more. If it was killed for "
-            f"want of memory, dmesg says so; else see {platform.log_folder.parent}. Start again"
-        )
-
-
-def _do(work: Callable[[], None], unless: Callable[[], object]) -> None:
-    """Do it, but go on without it as soon as ``unless`` says something, or do not begin."""
-    if unless():
-        return
-    failure: list[BaseException] = []
-
-    def doing() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=doing, daemon=True)
-    thread.start()
-    while thread.is_alive() and not unless():
-        thread.join(0.2)
-    if failure and not unless():
-        raise failure[0]
-
-
-def _tell(model: ModelState, told: dict[str, int], elapsed_s: float, say: Say) -> None:
-    live = len(model.replicas)
-    if live > told.get(model.name, 0):
-        told[model.name] = live
-        say(f"{model.name}: {live} of {model.target_replicas} replicas ready ({elapsed_s:.0f} s)")
+def _tell(model: ModelState, told: dict[str, int], elapsed_s: float, say: Say) -> bool:
+    """Whether there was news of the model."""
+    # One that has not given its first answer is not ready.
+    live = len(model.replicas) if model.status is not ModelStatus.LOADING else 0
+    if live <= told.get(model.name, 0):
+        return False
+    told[model.name] = live
+    say(f"{model.name}: {live} of {model.target_replicas} replicas ready ({elapsed_s:.0f} s)")
+    return True
 
 
 def _greet(config: Config, say: Say) -> None:
@@ -413,15 +414,3 @@ def _first_answer(url: str, body: str, trust: ssl.SSLContext | None = None) -> s
         return f"which it does not answer: {error.read().decode(errors='replace')}"
     except OSError as error:
         return f"which it has not answered: {error}"
-
-
-def _catch_signals(stopped: threading.Event, platform: Platform) -> None:
-    def on_signal(number: int, frame: Any) -> None:
-        if stopped.is_set():
-            # The second one: do not wait for anything.
-            platform.kill()
-            os._exit(130)
-        stopped.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import httpx
 import typer
@@ -15,10 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from loomserve.platform.base.errors import LoomserveError
-from loomserve.platform.cli.admin_token import on_this_machine, token_for
+from loomserve.platform.cli.admin_token import on_this_machine, only_to_own_user, token_for
 from loomserve.platform.cli.tables import display, new_table, stacked
 from loomserve.platform.config import LOCAL_NODE
 from loomserve.platform.state import (
+    ChatParsers,
     LoanState,
     ModelState,
     ModelStatus,
@@ -139,13 +140,17 @@ def ask(
 
     Raises:
         StatusError: nothing listens, or the token is missing or wrong.
-        StartError: the file of the user's own token cannot be trusted.
+        StartError: the file of the user's own token cannot be trusted, or another user listens.
     """
     token = token or token_for(url)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         answer = client.request(
-            method, f"{url.rstrip('/')}/admin/v1/{path}", headers=headers, json=body
+            method,
+            f"{url.rstrip('/')}/admin/v1/{path}",
+            headers=headers,
+            json=body,
+            extensions=only_to_own_user(url) if token else None,
         )
     except httpx.TimeoutException:
         raise StatusError(
@@ -197,6 +202,7 @@ def render(state: PlatformState) -> RenderableType:
     return stacked(
         _models(state.models),
         *_messages(state.models),
+        *parser_lines(state.models),
         *_aliases(state),
         *_adapters(state),
         *_scheduling(state.models),
@@ -251,6 +257,23 @@ def _messages(models: tuple[ModelState, ...]) -> Iterator[Text]:
         if (scaling := model.scaling) is not None and scaling.why:
             bounds = f"{model.target_replicas} of {scaling.min} to {scaling.max} replicas"
             yield Text(f"{model.name}: {bounds}: {scaling.why}")
+
+
+class _Chatting(Protocol):
+    """A model, of which it may be known what its chats are read by."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def parsers(self) -> ChatParsers | None: ...
+
+
+def parser_lines(models: Iterable[_Chatting]) -> Iterator[Text]:
+    """What reads each model's tool calls and reasoning, and why."""
+    for model in models:
+        if model.parsers is not None:
+            tools, reasoning = model.parsers.tool_call, model.parsers.reasoning
+            yield Text(f"{model.name}: tool calls: {tools}; reasoning: {reasoning}", "dim")
 
 
 def _aliases(state: PlatformState) -> list[Table]:

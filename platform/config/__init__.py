@@ -7,7 +7,13 @@ field and the line of the file.
 
 from loomserve.platform.config.adapters import Adapters, AdapterSource
 from loomserve.platform.config.aliases import Alias, check_alias
-from loomserve.platform.config.base import MODEL_NAME, Bytes, FieldError, parse_bytes
+from loomserve.platform.config.base import (
+    Bytes,
+    FieldError,
+    check_model_name,
+    parse_bytes,
+    plain_name,
+)
 from loomserve.platform.config.batch import Batch, OfflineModel
 from loomserve.platform.config.batching import Batching
 from loomserve.platform.config.cluster import Cluster
@@ -27,13 +33,14 @@ from loomserve.platform.config.router import Router
 from loomserve.platform.config.scaling import Scaling
 from loomserve.platform.config.scheduling import Scheduling
 from loomserve.platform.config.server import LogFormat, Server
+from loomserve.platform.config.simulated import SIMULATED, Fault, Simulated
 from loomserve.platform.config.tls import Tls
 from loomserve.platform.config.tracing import Tracing
 
 __all__ = [
     "LOCAL_NODE",
     "LOCAL_PROMPT_TOKENS",
-    "MODEL_NAME",
+    "SIMULATED",
     "AdapterSource",
     "Adapters",
     "Alias",
@@ -45,6 +52,7 @@ __all__ = [
     "Config",
     "Device",
     "Elastic",
+    "Fault",
     "FieldError",
     "Idle",
     "KvStore",
@@ -60,11 +68,14 @@ __all__ = [
     "Scaling",
     "Scheduling",
     "Server",
+    "Simulated",
     "Tls",
     "Tracing",
     "check_alias",
+    "check_model_name",
     "load",
     "load_keys",
     "parse",
     "parse_bytes",
+    "plain_name",
 ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from loomserve.platform.config.base import MODEL_NAME, FieldError, Section
+from loomserve.platform.config.base import FieldError, Section, check_model_name
 
 _MOST_WEIGHT = 1_000_000
 _LONG_FORM = ("models", "sticky")
@@ -90,11 +89,10 @@ def check_alias(
     Raises:
         FieldError: the name is wrong or another's, or it stands for something that is no model.
     """
-    if re.fullmatch(MODEL_NAME, name) is None:
-        raise FieldError(
-            f"{name[:130]!r} is no name: use up to 127 letters, digits and ._-/, a letter or digit "
-            "first"
-        )
+    try:
+        check_model_name(name)
+    except ValueError as error:
+        raise FieldError(str(error)) from None
     if name in models or name in batch_only:
         raise FieldError(f"a model is named {name!r} already; give the alias another name")
     for model in alias.models:

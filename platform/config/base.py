@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 _SIZE = re.compile(r"^\s*(\d{1,18}(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*$")
+_COUNT = re.compile(r"^\s*(\d{1,15})(\.\d{1,9})?\s*([kKmMgGtT])?\s*$")
 _UNITS = {
     None: 1, "B": 1,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
@@ -42,13 +43,47 @@ def parse_bytes(value: object) -> int:
     return size
 
 
+def parse_count(value: str) -> int:
+    """Parse a number as vLLM's command line does: ``8k`` is 8,000, ``8K`` is 8,192.
+
+    Raises:
+        ValueError: not such a number.
+    """
+    match = _COUNT.match(value)
+    if match is None or (match[2] and not (match[3] or "").islower()):
+        raise ValueError(f"{value!r} is no number; write 8192, 8K (which is 8192) or 8k (8000)")
+    letter = match[3] or ""
+    power = "kmgt".find(letter.lower()) + 1 if letter else 0
+    return int(float(match[1] + (match[2] or "")) * (1000 if letter.islower() else 1024) ** power)
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 AUTO = "auto"
 """What marks a tuple that is empty where the platform chooses, and how a file says that."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 Revision = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,199}$")]
-MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,126}$"
-ModelName = Annotated[str, Field(pattern=MODEL_NAME)]
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,126}")
+
+
+def check_model_name(name: str) -> str:
+    """
+    Raises:
+        ValueError: clients cannot ask for a model, an alias or an adapter by that name.
+    """
+    if _MODEL_NAME.fullmatch(name) is None:
+        raise ValueError(
+            f"{name[:130]!r} is no name: use up to 127 letters, digits and ._-/: with a letter or "
+            "digit first"
+        )
+    return name
+
+
+ModelName = Annotated[str, AfterValidator(check_model_name)]
+
+
+def plain_name(model: str) -> str:
+    """A model's name for files and Ray Serve's applications: without ``/`` and ``:``."""
+    return model.replace("/", "--").replace(":", "--")
 
 
 class Section(BaseModel):

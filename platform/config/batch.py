@@ -14,6 +14,7 @@ from loomserve.platform.config.base import (
 )
 from loomserve.platform.config.batching import Batching
 from loomserve.platform.config.lengths import Lengths
+from loomserve.platform.config.simulated import SIMULATED
 
 
 class OfflineModel(Section):
@@ -37,6 +38,16 @@ class OfflineModel(Section):
         default_factory=Batching,
         description="Which lines run together, and which batch is next.",
     )
+
+    @model_validator(mode="after")
+    def _has_weights(self) -> OfflineModel:
+        if self.source == SIMULATED:
+            raise FieldError(
+                f"offline model {self.name!r} has nothing to compute with: give it weights, or "
+                "have batches ask for a simulated model under models",
+                "source",
+            )
+        return self
 
 
 class Batch(Section):
@@ -71,8 +82,8 @@ class Batch(Section):
     line_timeout_s: float = Field(
         3600.0,
         gt=0,
-        description="Most seconds that an engine may have one line; then it is tried again, three "
-        "times in all.",
+        description="Most seconds in which an engine gives a line no token; then it is tried "
+        "again, three times in all, or as often as it takes if it had got none at all.",
     )
     concurrency: int = Field(
         256,

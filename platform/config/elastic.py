@@ -40,7 +40,8 @@ class Elastic(Section):
     wait_timeout_s: float = Field(
         120.0,
         gt=0,
-        description="Seconds that a request waits for its model at most; then it is answered 503.",
+        description="Seconds that a request waits for its model, or for another replica of it, at "
+        "most; then it is answered 503.",
     )
     max_waiting: int = Field(
         256,

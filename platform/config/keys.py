@@ -46,6 +46,11 @@ class ApiKey(Section):
         description="Once it has used so many tokens, further requests are answered 429 until "
         "midnight UTC.",
     )
+    first_priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = Field(
+        0,
+        description="The smallest priority that its requests may name; the smaller goes first, and "
+        "without one a request has 0.",
+    )
     refuse_late: bool = Field(
         False,
         description="Answer 429 at once where a request is predicted to miss its x-slo-ms; of "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from loomserve.platform.config.base import Name, Section
+from loomserve.platform.config.base import Name, Section, plain_name
 
 
 class Lengths(Section):
@@ -19,4 +19,4 @@ class Lengths(Section):
 
     def name_for(self, model: str) -> str:
         """The name of this model's predictor."""
-        return self.predictor or model.replace("/", "--")
+        return self.predictor or plain_name(model)

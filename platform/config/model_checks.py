@@ -11,6 +11,7 @@ from loomserve.platform.config.scaling import Scaling
 _ALLOWED_WITH_LENDING: dict[str, tuple[tuple[object, ...], str]] = {
     "tensor_parallel_size": ((1,), "a model whose attention is lent runs in one process"),
     "pipeline_parallel_size": ((1,), "a model whose attention is lent runs in one process"),
+    "runner": (("auto", "generate"), "a model that embeds or scores has no answer that grows"),
     "speculative_config": ((None,), "attention that is lent knows no speculative decoding"),
     "kv_cache_dtype": (("auto",), "attention that is lent knows no quantised KV"),
     "enforce_eager": ((True,), "a compiled model cannot look for tasks between its operators"),
@@ -23,6 +24,12 @@ _REFUSED_WITH_PIPELINE = {
     "roles": "a pipeline is one replica, which both prefills and decodes",
     "lending": "a pipeline's attention is on several devices already",
     "adapters": "vLLM's adapters have been tried on engines of one device only",
+}
+
+# Fields of a model that a simulated one does not allow, and what it lacks for them.
+_REFUSED_WHEN_SIMULATED = {
+    "pipeline": "layers to divide",
+    "lending": "KV and attention to lend",
 }
 
 # Those of which requests would get adapters that they do not name, and KV that is not told apart.
@@ -170,5 +177,22 @@ def _check_borrowers_scheduling(model: ModelFields) -> None:
             )
 
 
-MODEL_CHECKS = (_check_replicas, _check_pipeline, _check_idle, _check_adapters, _check_lending)
+def _check_simulated(model: ModelFields) -> None:
+    if not model.is_simulated:
+        if model.simulated is not None:
+            raise FieldError(
+                f"model {model.name!r} has weights to compute with: leave this out, or set "
+                "source: simulated",
+                "simulated",
+            )
+        return
+    for field, why in _REFUSED_WHEN_SIMULATED.items():
+        if getattr(model, field) is not None:
+            raise FieldError(f"a simulated model has no {why}: leave it out", field)
+
+
+MODEL_CHECKS = (
+    *(_check_replicas, _check_pipeline, _check_idle, _check_adapters, _check_lending),
+    _check_simulated,
+)
 """In the order in which they are made; each raises a ``FieldError``."""

@@ -15,6 +15,7 @@ from loomserve.platform.config.base import (
     Name,
     Revision,
     Section,
+    parse_count,
 )
 from loomserve.platform.config.elastic import Idle
 from loomserve.platform.config.lending import Lending
@@ -24,6 +25,7 @@ from loomserve.platform.config.roles import Roles
 from loomserve.platform.config.router import Router
 from loomserve.platform.config.scaling import Replicas, Scaling
 from loomserve.platform.config.scheduling import Scheduling
+from loomserve.platform.config.simulated import SIMULATED, Simulated
 
 # Options of vLLM's engine that say what adapters there are, and where that stands here.
 _ADAPTER_OPTIONS = {
@@ -35,14 +37,25 @@ _ADAPTER_OPTIONS = {
 }
 
 
+# Those of vLLM's that its command line reads 8k of, and engines as numbers only.
+_COUNTS = ("max_model_len", "max_num_batched_tokens", "max_num_scheduled_tokens")
+
+
 class ModelFields(Section):
     """What a model has, each field by itself."""
 
     name: ModelName = Field(description="The name clients ask for.")
     source: str = Field(
         min_length=1,
-        description="demo (the packaged SmolLM2-135M-Instruct), demo:NAME, a folder, a remote one "
-        "(such as s3://BUCKET/MODEL, fetched on first use), or a hub id.",
+        description="demo (the packaged SmolLM2-135M-Instruct), demo:NAME (gemma3-270m; "
+        "all-minilm-l6-v2, for embeddings), a folder, a remote one (such as s3://BUCKET/MODEL, "
+        "fetched on first use), or a hub id; simulated: no weights, and engines that compute "
+        "nothing.",
+    )
+    simulated: Simulated | None = Field(
+        None,
+        description="Of source: simulated, what its engines answer and how long it takes them; "
+        "null: the fields' defaults.",
     )
     revision: Revision | None = Field(
         None,
@@ -65,8 +78,8 @@ class ModelFields(Section):
     )
     kvstore: bool = Field(
         True,
-        description="Keep its KV blocks in the store, if there is one; false for models with other "
-        "state than attention's, such as Mamba.",
+        description="Keep its KV blocks in the store, if there is one. Nothing is kept of models "
+        "with other state than attention's, such as Mamba, whatever this says.",
     )
     kvstore_quota: Bytes | None = Field(
         None, description="The store's memory that its blocks may take at most; null: all of it."
@@ -109,7 +122,7 @@ class ModelFields(Section):
     engine: dict[str, Any] = Field(
         default_factory=dict,
         description="Options of vLLM's engine under vLLM's own names, such as max_model_len; over "
-        "HTTP none that names code or opens files.",
+        "HTTP sizes, data types, parsers and switches only.",
     )
     model_runner: Literal[1, 2] = Field(
         1,
@@ -144,7 +157,18 @@ class ModelFields(Section):
         for key in engine:
             if key in owned:
                 raise FieldError(f"is set through {owned[key]!r}", key)
-        return engine
+        return engine | _counts(engine)
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.source == SIMULATED
+
+    @property
+    def kv_bytes(self) -> int:
+        """What its KV takes of a device; of a simulated model, all that it is taken to need."""
+        if not self.is_simulated:
+            return self.kv_cache_memory
+        return self.simulated.memory or 0 if self.simulated is not None else 0
 
     @property
     def is_placed(self) -> bool:
@@ -185,3 +209,18 @@ class ModelFields(Section):
     def adapter_names(self) -> tuple[str, ...]:
         """Of the adapters that it has from the start."""
         return tuple(each.name for each in self.adapters.load) if self.adapters else ()
+
+
+def _counts(engine: dict[str, Any]) -> dict[str, int]:
+    counts = {}
+    for option in _COUNTS:
+        value = engine.get(option)
+        if isinstance(value, str):
+            if option == "max_model_len" and value.strip().lower() == "auto":
+                counts[option] = -1  # as vLLM's command line has it
+                continue
+            try:
+                counts[option] = parse_count(value)
+            except ValueError as error:
+                raise FieldError(str(error), option) from None
+    return counts

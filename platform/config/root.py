@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.config.aliases import Alias, check_alias
-from loomserve.platform.config.base import AUTO, FieldError, Section
+from loomserve.platform.config.base import AUTO, FieldError, Section, plain_name
 from loomserve.platform.config.batch import Batch, OfflineModel
 from loomserve.platform.config.cluster import Cluster
 from loomserve.platform.config.devices import Device
@@ -127,8 +127,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _names_agree(self) -> Config:
         _refuse_duplicates("devices", [device.name for device in self.devices])
-        # Serve application names are made of model names with "/" replaced.
-        _refuse_duplicates("models", [model.name.replace("/", "--") for model in self.models])
+        # By which files and Serve's applications are named.
+        _refuse_duplicates("models", [plain_name(model.name) for model in self.models])
         for index, model in enumerate(self.models):
             _check_model_devices(self, index, model)
         self._check_offline_models()
@@ -203,10 +203,10 @@ class Config(Section):
 
     def _check_offline_models(self) -> None:
         kinds = {device.name: device.kind for device in self.devices}
-        taken = [model.name.replace("/", "--") for model in self.models]
+        taken = [plain_name(model.name) for model in self.models]
         for index, model in enumerate(self.offline_models):
             place = ("batch", "offline_models", index)
-            name = model.name.replace("/", "--")
+            name = plain_name(model.name)
             if name in taken:
                 raise FieldError(
                     f"two models are named {model.name!r}; names must differ, under models too",
@@ -311,7 +311,7 @@ def _check_on_gpus(index: int, model: Model) -> None:
 
 
 def _check_model_memory(config: Config, index: int, model: Model) -> None:
-    kv_bytes = model.largest_share * model.kv_cache_memory
+    kv_bytes = model.largest_share * model.kv_bytes
     for device in (config.device(name) for name in model.devices):
         if device.memory is not None and kv_bytes >= device.memory:
             raise FieldError(

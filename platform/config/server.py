@@ -62,8 +62,8 @@ class Server(Section):
     max_sequences: int = Field(
         128,
         ge=1,
-        description="Prompts of one request times its n; more are answered 400. Of texts to embed "
-        "1,024 are allowed.",
+        description="Prompts of one request times its n, or documents to rerank or score; more are "
+        "answered 400. Of texts to embed 1,024 are allowed.",
     )
     request_timeout_s: float = Field(
         600.0, gt=0, description="A request that takes longer is ended with 408."
@@ -80,8 +80,9 @@ class Server(Section):
     max_connections: int = Field(
         1024,
         ge=1,
-        description="A client that connects beyond these is answered 503; with tls, where "
-        "handshakes count too, it is hung up on.",
+        description="Beyond these, connections without a request give way to new clients, or the "
+        "client is answered 503; with tls, where handshakes count too, it is hung up on. Where a "
+        "process may not have as many file descriptors, there are fewer.",
     )
     max_connections_per_address: Annotated[int, Field(ge=1)] | None = Field(
         None,

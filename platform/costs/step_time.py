@@ -7,9 +7,9 @@ features of a step are sums over its requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from loomserve.platform.costs.correction import Correction
 
@@ -103,8 +103,9 @@ class StepTimes:
         return self._correction.error
 
 
-# Seconds a step, a token, a request, a token of context and a pair, for a small model on a core.
-_FIRST_GUESS = (1e-2, 1e-3, 1e-4, 1e-7, 1e-7)
+SMALL_MODEL = (1e-2, 1e-3, 1e-4, 1e-7, 1e-7)
+"""Seconds a step, a token, a request, a token of context and a pair, for a small model on a core.
+"""
 # Shares outlast changes of load; the correction follows changes of the machine's speed.
 _FORGETTING = 0.999
 # The first guess weighs as much as this many steps.
@@ -126,13 +127,20 @@ class OnlineModel:
     """
 
     def __init__(self) -> None:
-        self._shares = list(_FIRST_GUESS)
-        size = range(len(_FIRST_GUESS))
+        self._shares = list(SMALL_MODEL)
+        size = range(len(SMALL_MODEL))
         # The first guess counts as a step of each feature alone.
         self._products = [
-            [_DOUBT / _FIRST_GUESS[i] ** 2 if i == j else 0.0 for j in size] for i in size
+            [_DOUBT / SMALL_MODEL[i] ** 2 if i == j else 0.0 for j in size] for i in size
         ]
-        self._targets = [_DOUBT / guess for guess in _FIRST_GUESS]
+        self._targets = [_DOUBT / guess for guess in SMALL_MODEL]
+
+    @classmethod
+    def known(cls, shares: Sequence[float]) -> Self:
+        """The model of an engine whose coefficients are these, in the order of ``SMALL_MODEL``."""
+        model = cls()
+        model._shares = list(shares)
+        return model
 
     def seconds(self, step: Step) -> float:
         return self._sum(1, step.tokens, step.requests, step.context, step.attention)

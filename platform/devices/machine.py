@@ -7,12 +7,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from loomserve.platform.devices.gpus import Gpu, gpus_here, vllm_is_for
+from loomserve.platform.devices.shortage import memory_bounds
 
 _NODES = Path("/sys/devices/system/node")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -39,15 +37,7 @@ def parts_here() -> MachineParts:
 
 def available_memory() -> int:
     """Bytes that new processes may take: of the machine, and of the container if that is less."""
-    free = int(psutil.virtual_memory().available)
-    try:
-        most = int((_CGROUP / "memory.max").read_text())
-        used = int((_CGROUP / "memory.current").read_text())
-        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return free  # no container, or one without a bound ("max")
-    # What was read from files leaves memory when it is asked for.
-    return min(free, most - used + int(stat.get("inactive_file", 0)))
+    return min(bound.available for bound in memory_bounds())
 
 
 def _cores() -> tuple[tuple[int, ...], ...]:

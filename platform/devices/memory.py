@@ -14,6 +14,8 @@ from loomserve.platform.devices.gpus import Gpu
 # What an engine on a CPU, forked by its node's fork server, and its replica have of their own,
 # without weights and KV; measured (docs/placement.md), and a quarter more.
 ENGINE_BYTES = 192 * 2**20
+# The same of a simulated engine, wherever it is.
+SIMULATED_BYTES = 168 * 2**20
 # The same of an engine on a GPU, once in the GPU's memory, for its context, activations, graphs and
 # what is staged on its way to the KV store, and once in the host's. Of an H200's memory an engine
 # of Llama-3-8B's shape took 1.48 GiB, and this is a quarter more; of the host's it is a guess.
@@ -45,6 +47,8 @@ def replica_bytes(model: Model, held_bytes: int, gpus: Collection[str] = ()) -> 
         held_bytes: what an engine holds of its weights.
         gpus: the devices that are GPUs.
     """
+    if model.is_simulated:
+        return SIMULATED_BYTES + model.kv_bytes
     stages = len(model.devices) if model.pipeline is not None else 0
     if is_on_gpus(model, gpus):
         return max(stages, 1) * GPU_ENGINE_BYTES + held_bytes + model.kv_cache_memory
@@ -56,6 +60,8 @@ def host_bytes(model: Model, held_bytes: int, gpus: Collection[str] = ()) -> flo
 
     Of a model on GPUs weights are there only while it sleeps.
     """
+    if model.is_simulated:
+        return SIMULATED_BYTES
     if not is_on_gpus(model, gpus):
         return replica_bytes(model, held_bytes)
     stages = len(model.devices) if model.pipeline is not None else 1
@@ -63,8 +69,8 @@ def host_bytes(model: Model, held_bytes: int, gpus: Collection[str] = ()) -> flo
 
 
 def is_on_gpus(model: Model, gpus: Collection[str]) -> bool:
-    """Whether its devices are among those that are GPUs."""
-    return not set(gpus).isdisjoint(model.devices)
+    """Whether it takes memory of devices that are GPUs."""
+    return not model.is_simulated and not set(gpus).isdisjoint(model.devices)
 
 
 def gpus_of(devices: Iterable[Device]) -> frozenset[str]:
@@ -249,6 +255,8 @@ class _Pools:
         return host_bytes(model, self._held[model.name], self._gpus)
 
     def _on_gpus(self, model: Model, device: str) -> Iterator[tuple[str, float]]:
+        if model.is_simulated:
+            return
         size = model.largest_share * replica_bytes(model, self._held[model.name], self._gpus)
         for name in model.devices if model.pipeline is not None else (device,):
             if name in self._left:

@@ -49,7 +49,7 @@ class ModelSizes:
 
     def ready(self, model: Model) -> float:
         """What a replica takes at most."""
-        awake = self._left_in_sleep(model) + model.kv_cache_memory
+        awake = self._left_in_sleep(model) + model.kv_bytes
         return model.largest_share * (self._asleep_bytes(model) + awake)
 
     def on_host(self, model: Model) -> dict[Presence, float]:
@@ -78,4 +78,4 @@ class ModelSizes:
     def _estimate(self, model: Model) -> float:
         """A replica without KV memory, before any has slept."""
         held = self._weights.get(model.name, 0)
-        return replica_bytes(model, held, self._gpus) - model.kv_cache_memory
+        return replica_bytes(model, held, self._gpus) - model.kv_bytes

@@ -14,7 +14,9 @@ import psutil
 from prometheus_client import Gauge
 
 from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.devices.shortage import memory_bounds, used_share
 from loomserve.platform.engine.core.host import EngineEnded
+from loomserve.platform.engine.core.messages import EngineFacts
 from loomserve.platform.placement import model_files
 from loomserve.platform.state import FootprintState
 
@@ -25,6 +27,10 @@ _PERIOD_S = 8.0
 MEMORY = Gauge(
     "loomserve_engine_memory_bytes",
     "What an engine has of its device's memory, KV included: of the host's on cores, else of GPUs.",
+)
+USED = Gauge(
+    "loomserve_host_memory_used_ratio",
+    "Share of the node's memory that is used, or of its container's, if that has less left.",
 )
 
 
@@ -48,6 +54,7 @@ class Footprint:
     async def keep(self) -> None:
         """Measure for ever; the last measurement stays while an engine does not answer."""
         while True:
+            USED.set(used_share(memory_bounds()))
             with contextlib.suppress(TimeoutError, EngineEnded):
                 size = await self._measure()
                 MEMORY.set(size)
@@ -74,29 +81,19 @@ def own_bytes(engine_pid: int) -> int:
     return total
 
 
-def constants(
-    path: str,
-    *,
-    layers: int,
-    item_bytes: int,
-    kv_heads: int,
-    kv_bytes: int,
-    blocks: int,
-    block_tokens: int,
-    dropped_bytes: int,
-) -> dict[str, int]:
+def constants(path: str, facts: EngineFacts, kv_bytes: int) -> dict[str, int]:
     """Fields of a :class:`FootprintState` that never change.
 
     ``kv_bytes`` has what it may borrow in it: a borrower's blocks are numbered beyond its own
     memory.
     """
     return {
-        "layers": layers,
-        "layer_bytes": layer_bytes(path, item_bytes),
-        "kv_heads": kv_heads,
-        "block_bytes": kv_bytes // max(1, blocks),
-        "block_tokens": block_tokens,
-        "dropped_bytes": dropped_bytes,
+        "layers": facts.layers,
+        "layer_bytes": layer_bytes(path, facts.item_bytes),
+        "kv_heads": facts.kv_heads,
+        "block_bytes": kv_bytes // max(1, facts.blocks),
+        "block_tokens": facts.block_tokens,
+        "dropped_bytes": facts.dropped_bytes,
     }
 
 

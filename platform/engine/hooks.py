@@ -76,7 +76,7 @@ class ModuleSource:
         return member in _top_level(self.module)
 
     def parameters(self, function: str) -> list[str]:
-        for node in _tree(self.module).body:
+        for node in module_tree(self.module).body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
                 return _parameters(node)
         return []
@@ -110,7 +110,7 @@ def _digest(table: Sequence[Hook]) -> str:
     digest = hashlib.sha256(repr(table).encode())
     for module in sorted({hook.target.partition(":")[0] for hook in table}):
         with suppress(SourceError):
-            path = _path(module)
+            path = module_path(module)
             status = path.stat()
             digest.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode())
     return digest.hexdigest()
@@ -145,14 +145,15 @@ def find_class(module: str, name: str) -> ClassSource | None:
     Raises:
         SourceError: there is no such module.
     """
-    for node in _tree(module).body:
+    for node in module_tree(module).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return ClassSource(module, node)
     return _class_by_local_name(module, name)
 
 
+@cache
 def _class_by_local_name(module: str, name: str) -> ClassSource | None:
-    for node in ast.walk(_tree(module)):
+    for node in ast.walk(module_tree(module)):
         if isinstance(node, ast.ClassDef) and node.name == name:
             return ClassSource(module, node)
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -167,11 +168,20 @@ def _class_by_local_name(module: str, name: str) -> ClassSource | None:
 
 
 @cache
-def _tree(module: str) -> ast.Module:
-    return ast.parse(_path(module).read_bytes())
+def module_tree(module: str) -> ast.Module:
+    """A module's source, parsed and not imported.
+
+    Raises:
+        SourceError: there is no such module.
+    """
+    return ast.parse(module_path(module).read_bytes())
 
 
-def _path(module: str) -> Path:
+def module_path(module: str) -> Path:
+    """
+    Raises:
+        SourceError: there is no such module.
+    """
     package, *rest = module.split(".")
     spec = importlib.util.find_spec(package)  # of a top-level package: it is not imported
     if spec is None or spec.origin is None:
@@ -185,10 +195,11 @@ def _path(module: str) -> Path:
 
 @cache
 def _top_level(module: str) -> frozenset[str]:
-    return frozenset(_named(_tree(module).body))
+    return frozenset(_named(module_tree(module).body))
 
 
-def _members(node: ast.ClassDef) -> set[str]:
+@cache
+def _members(node: ast.ClassDef) -> frozenset[str]:
     """Names in a class's body, and attributes that its methods set on ``self``."""
     names = set(_named(node.body))
     for inner in ast.walk(node):
@@ -199,7 +210,7 @@ def _members(node: ast.ClassDef) -> set[str]:
             and inner.value.id == "self"
         ):
             names.add(inner.attr)
-    return names
+    return frozenset(names)
 
 
 def _named(body: Iterable[ast.stmt]) -> Iterator[str]:

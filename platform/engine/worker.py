@@ -13,6 +13,7 @@ from loomserve.platform.base.heap import give_back_freed
 from loomserve.platform.engine.adapters.segments import compute_by_segments, refuse_experts
 from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
 from loomserve.platform.engine.pipeline_stage import StageModelRunner
+from loomserve.platform.engine.process.lone_groups import groups_without_ports
 from loomserve.platform.engine.sleeping.memory import give_back_pages
 from loomserve.platform.engine.sleeping.weights import SleepingWeights
 from loomserve.platform.run.fate import end_with_parent
@@ -31,7 +32,8 @@ class NonSpinningWorker(CPUWorker):  # type: ignore[misc]
         sleep_instead_of_spinning()
 
     def init_device(self) -> None:
-        super().init_device()
+        with groups_without_ports(self.vllm_config.parallel_config.world_size_across_dp):
+            super().init_device()
         if self.vllm_config.lora_config is not None:
             compute_by_segments()
         self.model_runner: Any

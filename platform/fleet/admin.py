@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from loomserve.platform.base.errors import UnknownModel
 from loomserve.platform.base.reply import Ask
 from loomserve.platform.config import Model
-from loomserve.platform.fleet.file_only import check_given_over_http
+from loomserve.platform.fleet.http_options import check_given_over_http
 from loomserve.platform.state import ModelEvents, ModelState, NodeState, PlatformState, Presence
 from loomserve.platform.state.roles import Role
 

@@ -52,6 +52,7 @@ class Fleet:
         adapters: LoRA adapters of models.
         views: What others see of all.
         orders: What replicas shall have go on elsewhere, by their ids.
+        gives_back: Why replicas are to end and give their memory back, by their ids.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Fleet:
         self.nodes = FleetNodes(self.registry, on, up=frozenset(on.values()))
         self.views = FleetViews(self.registry, devices, self.aliases, self.adapters)
         self.orders: dict[str, MoveOrder] = {}
+        self.gives_back: dict[str, str] = {}
         self._drain_timeout_s = drain_timeout_s
 
     def report(self, heartbeat: Heartbeat, now: float) -> DesiredState:
@@ -96,6 +98,7 @@ class Fleet:
             draining=(
                 replica.draining or deadline is not None or record.presence is Presence.UNLOADED
             ),
+            gives_back=self.gives_back.get(replica.id, ""),
             stop_timeout_s=self._drain_timeout_s if deadline is None else max(0.0, deadline - now),
             role=record.role(replica.heartbeat),
             lenders=tuple(self.loans.lenders(replica, now)),

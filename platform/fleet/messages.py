@@ -17,6 +17,7 @@ from loomserve.platform.config import (
     Model,
     OfflineModel,
     Router,
+    plain_name,
 )
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.scheduling.options import SchedulerOptions
@@ -29,6 +30,7 @@ from loomserve.platform.state import (
     StageState,
 )
 from loomserve.platform.state.lending_options import LendingOptions, ShardSpec
+from loomserve.platform.state.parsers import ChatParsers
 from loomserve.platform.state.roles import Role
 from loomserve.routers.snapshot import RoutingStats
 
@@ -55,6 +57,8 @@ LOAD_PATH = "/loomserve/load"
 AWAKE_PATH = "/loomserve/awake"
 # Where the controller gives a replica's engine adapters, on its own socket.
 ADAPTERS_PATH = "/loomserve/adapters"
+# Where a gateway tells a replica, on its own socket, whether its engine has answered a request.
+FIRST_ANSWER_PATH = "/loomserve/first-answer"
 
 # Gateways and replicas show it to engines, whose ports any local user can reach.
 INTERNAL_TOKEN_HEADER = "x-loomserve-internal"
@@ -64,7 +68,7 @@ OWNER_HEADER = "x-loomserve-owner"
 
 def model_app(model: str) -> str:
     """What the names of a model's Serve applications begin with. It is unique."""
-    return MODEL_APP_PREFIX + model.replace("/", "--")
+    return MODEL_APP_PREFIX + plain_name(model)
 
 
 def replica_app(model: str, device: str) -> str:
@@ -121,6 +125,7 @@ class EngineSpec(_Message):
     )
     path: str = Field(description="Local folder or hub id of the weights, once they are resolved.")
     base: str = Field("", description="Folder to which the model's source is relative.")
+    parsers: ChatParsers | None = Field(None, description="Once the path is resolved.")
     internal_token: str
     drain_timeout_s: float
     log_format: LogFormat = Field("text", description="Of its replica's log.")
@@ -137,6 +142,7 @@ class FrontEndSpec(_Message):
 
     path: str = Field(description="Local folder or hub id of the weights.")
     engine_options: dict[str, Any] = Field(description="vLLM's, all that were set.")
+    parsers: ChatParsers | None = Field(None, description="Those among the options, and why.")
     local_prompt_tokens: int = Field(
         LOCAL_PROMPT_TOKENS,
         description="A prompt of at most this length is computed where it is answered.",
@@ -178,6 +184,7 @@ class Heartbeat(_Message):
     engine_pid: int
     max_model_len: int
     in_flight: int
+    memory_used: float = Field(0.0, description="Share of its node's, or of its container's.")
     stats: RoutingStats
     borrowing: BorrowingState | None = None
     lent: tuple[LentState, ...] = ()
@@ -186,6 +193,9 @@ class Heartbeat(_Message):
     front_end: FrontEndSpec
     moved: MovedRequests | None = Field(None, description="None: it has had no order to move any.")
     adapters: tuple[AdapterReport, ...] = ()
+    ends: str = Field("", description="Why it kills its engine and ends with it; empty: it stays.")
+    answers: bool = Field(True, description="Whether its engine has answered a request.")
+    problem: str = Field("", description="Why it has not, as a gateway has found out.")
 
     @property
     def loans(self) -> tuple[LoanState, ...]:
@@ -203,6 +213,12 @@ class Heartbeat(_Message):
                 }
             )
         return self.model_copy(update={"stats": stats.received(at), "footprint": footprint})
+
+
+class FirstAnswer(_Message):
+    """What came of the first request to a replica's engine, which a gateway sent."""
+
+    problem: str = Field(description="Why there was no answer; empty: there was.")
 
 
 class LiveReplica(_Message):
@@ -251,6 +267,7 @@ class DesiredState(_Message):
 
     generation: int = Field(0, description="The controller's.")
     draining: bool = Field(description="True: take no new requests.")
+    gives_back: str = Field("", description="Why it is to end, and give its memory back.")
     stop_timeout_s: float = Field(description="Seconds to wait for open requests when stopped.")
     role: Role
     lenders: tuple[LenderReplica, ...] = Field(
@@ -302,7 +319,7 @@ class LineRequest(_Message):
         None, description="Which of its alias's models the lane has chosen; else its own."
     )
     engine: str | None = Field(description="The replica that has room for it, if any is known.")
-    timeout_s: float = Field(description="Most seconds that an engine may have it.")
+    timeout_s: float = Field(description="Most seconds in which an engine gives it no token.")
 
 
 class ReplicaRoute(_Message):
@@ -314,6 +331,7 @@ class ReplicaRoute(_Message):
     engine: EngineAddress
     node: str = Field(LOCAL_NODE, description="Where it is.")
     draining: bool = Field(False, description="True: its requests go on elsewhere.")
+    answers: bool = Field(True, description="False: a gateway has to find out whether it does.")
 
 
 class ModelRoute(_Message):

@@ -16,11 +16,10 @@ from loomserve.platform.state import Presence
 from loomserve.platform.state.roles import Role
 from loomserve.routers.snapshot import RoutingStats
 
-# Four heartbeats missed in a row: the replica is gone or hangs, and must not count as an answer.
-# Less would take one for gone whose machine is merely busy, as while three engines start there.
+# Four heartbeats missed in a row: what the replica told last is no ground for decisions any more.
 HEARTBEAT_EXPIRES_S = 10.0
-# So long requests still wait for the only replicas of a model, which may merely be stalled. Serve
-# ends those that hang, and what refuses a connection is answered at once.
+# So long gateways know of it all the same. Its process may only be slow, and whether its engine
+# takes requests they see by themselves.
 SILENCE_ENDS_S = 60.0
 
 
@@ -276,7 +275,10 @@ class Registry:
         gone = {id_ for id_, each in known.items() if now - each.seen_at >= SILENCE_ENDS_S}
         self._replicas = {id_: each for id_, each in known.items() if id_ not in gone}
         self.drains.forget(gone)
-        self.record(replica.model.name).front_end = heartbeat.front_end
+        record = self.record(replica.model.name)
+        record.front_end = heartbeat.front_end
+        if heartbeat.answers:
+            record.failure = None
         return replica
 
     def set_presence(self, name: str, presence: Presence, now: float, why: str) -> None:
@@ -364,11 +366,15 @@ class Registry:
             yield from self.live(name, now)
 
     def reachable(self, name: str, now: float) -> list[ReplicaRecord]:
-        """A model's live replicas, else those that were live until lately."""
-        return self.live(name, now) or [
+        """A model's replicas that are live, or were until lately and have no successor."""
+        live = self.live(name, now)
+        taken = {replica.device for replica in live}
+        return live + [
             replica
             for replica in self._replicas.values()
-            if replica.model.name == name and now - replica.seen_at < SILENCE_ENDS_S
+            if replica.model.name == name
+            and replica.device not in taken
+            and now - replica.seen_at < SILENCE_ENDS_S
         ]
 
     def live_replicas(self, name: str, now: float) -> tuple[LiveReplica, ...]:
@@ -387,6 +393,7 @@ class Registry:
                 ),
             )
             for replica in self.live(name, now)
+            if replica.heartbeat.answers
         )
 
     def max_model_len(self, name: str, now: float) -> int | None:

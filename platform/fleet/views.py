@@ -11,6 +11,7 @@ from loomserve.platform.aliases.table import AliasTable
 from loomserve.platform.config import LOCAL_NODE, Device
 from loomserve.platform.devices.claims import place
 from loomserve.platform.fleet.messages import (
+    FrontEndSpec,
     ModelEngines,
     ModelRoute,
     ReplicaRoute,
@@ -64,11 +65,7 @@ class FleetViews:
             ),
             predictor=model.lengths.name_for(model.name) if model.lengths else None,
             router=model.router,
-            front_end=next(
-                (each.heartbeat.front_end for each in reachable),
-                # It takes seconds to set up, for which no engine should have to wait.
-                record.front_end,
-            ),
+            front_end=_front_end(record, reachable),
             replicas=tuple(_replica_route(each, self._on(each.device)) for each in reachable),
             adapters=self._adapter_routes(model.name, reachable, now),
         )
@@ -135,6 +132,7 @@ class FleetViews:
     def _model(self, record: ModelRecord, now: float) -> ModelState:
         model = record.model
         status, message = self._status(record, now)
+        front_end = _front_end(record, self.registry.reachable(model.name, now))
         return ModelState(
             name=model.name,
             source=model.source,
@@ -146,6 +144,7 @@ class FleetViews:
             max_model_len=self.registry.max_model_len(model.name, now),
             devices=record.devices,
             placement=record.berth.why if record.berth is not None else "",
+            parsers=front_end.parsers if front_end is not None else None,
             replicas=tuple(
                 ReplicaState(
                     id=each.id,
@@ -156,6 +155,7 @@ class FleetViews:
                     pid=each.heartbeat.pid,
                     engine_pid=each.heartbeat.engine_pid,
                     draining=each.stops,
+                    message=each.heartbeat.ends or each.heartbeat.problem,
                     asleep=each.asleep,
                     role=record.role(each.heartbeat),
                     in_flight=each.heartbeat.in_flight,
@@ -208,7 +208,7 @@ class FleetViews:
     def _status(self, record: ModelRecord, now: float) -> tuple[ModelStatus, str]:
         """With the reason, for a person."""
         live = self.registry.live(record.model.name, now)
-        awake = sum(not each.asleep for each in live)
+        awake = sum(not each.asleep and each.heartbeat.answers for each in live)
         if record.unload_deadline is not None:
             return ModelStatus.UNLOADING, "finishes its running requests"
         if record.presence is Presence.UNLOADED and record.failure is None:
@@ -219,10 +219,12 @@ class FleetViews:
             return ModelStatus.READY, ""
         if awake:
             return ModelStatus.DEGRADED, f"{awake} of {record.target_replicas} replicas answer"
-        if live:
-            return ModelStatus.WAKING, "its engine takes its memory again"
         if record.failure is not None:
             return ModelStatus.FAILED, record.failure
+        if any(not each.heartbeat.answers for each in live):
+            return ModelStatus.LOADING, "its engine has started, and gives its first answer"
+        if live:
+            return ModelStatus.WAKING, "its engine takes its memory again"
         if silent := self.registry.reachable(record.model.name, now):
             silence_s = now - max(replica.seen_at for replica in silent)
             return ModelStatus.LOADING, (
@@ -253,6 +255,14 @@ def _scaling(record: ModelRecord) -> ScalingState | None:
     return ScalingState(min=rules.min, max=rules.max, fixed=record.fixed, why=record.scaling)
 
 
+def _front_end(record: ModelRecord, reachable: Sequence[ReplicaRecord]) -> FrontEndSpec | None:
+    """What a model is answered with: as its engines were started, else as the next ones will be.
+
+    It takes seconds to set up, for which no engine should have to wait.
+    """
+    return next((each.heartbeat.front_end for each in reachable), record.front_end)
+
+
 def _replica_route(replica: ReplicaRecord, node: str) -> ReplicaRoute:
     return ReplicaRoute(
         id=replica.id,
@@ -261,4 +271,5 @@ def _replica_route(replica: ReplicaRecord, node: str) -> ReplicaRoute:
         engine=replica.heartbeat.engine,
         node=node,
         draining=replica.stops,
+        answers=replica.heartbeat.answers,
     )

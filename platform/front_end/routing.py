@@ -21,8 +21,11 @@ class RoutingContext:
     """What the front end has ended the request with, which vLLM tells its client in its own way."""
     usage: RequestUsage = field(default_factory=RequestUsage)
     """What engines have computed for it."""
-    outputs: int = 0
-    """How many outputs engines have given for it so far."""
+    engines: dict[str, Callable[[], int | None]] = field(default_factory=dict)
+    """Of each of its sequences: the steps of the engine that gives it tokens. None: none does, or
+    none since it goes on elsewhere."""
+    salt: str | None = None
+    """Its cache salt, where vLLM's request has no field for it."""
     trace: RequestTrace | None = None
     """Where its stays with replicas are told; None: nowhere."""
 

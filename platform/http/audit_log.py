@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import stat
 import sys
+import time
 from io import TextIOWrapper
 from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from pathlib import Path
@@ -21,6 +23,9 @@ _log = logging.getLogger("ray.serve")
 
 FILE_BYTES = 10 * 2**20
 _OLD_FILES = 9
+# Until a process that has no file descriptor left gets one.
+_RETRY_S = 0.2
+_TRIES = 300
 
 
 def audit_log_path(server: Server, base: Path) -> Path:
@@ -50,8 +55,8 @@ def check_audit_log(path: Path) -> None:
 class AuditLog:
     """Lines of text, in a file that is moved away when it is full.
 
-    A thread writes them. What it cannot write is lost, and told in the platform's log once. Several
-    processes may have the same file.
+    A thread writes them. What it cannot write is lost, and told in the platform's log once, but it
+    waits for a file descriptor. Several processes may have the same file.
     """
 
     def __init__(self, path: Path, *, file_bytes: int = FILE_BYTES) -> None:
@@ -77,23 +82,29 @@ class _PrivateFile(RotatingFileHandler):
         super().__init__(
             path, maxBytes=file_bytes, backupCount=_OLD_FILES, encoding="utf-8", delay=True
         )
-        self._broken = False
-        self._fails = False
+        self._broken = self._told = False
+        self._fails = self._waits = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._fails = False
         if self.stream is not None and not self._is_current():
             self._leave()
         if self._broken:
             # What was cut off must not spoil the next line.
             record.msg = f"\n{record.msg}"
-        super().emit(record)
-        self._broken = self._fails
+        for _ in range(_TRIES):
+            self._fails = self._waits = False
+            super().emit(record)
+            if not self._waits:
+                break
+            time.sleep(_RETRY_S)
+        self._broken = self._told = self._fails
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        error = sys.exc_info()[1]
         self._fails = True
-        if not self._broken:
-            error = sys.exc_info()[1]
+        self._waits = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+        if not self._told:
+            self._told = True
             _log.error("the audit log %s cannot be written: %s", self.baseFilename, error)
         # A stream that failed may be closed already, or fail for ever.
         self._leave()

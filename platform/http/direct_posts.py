@@ -27,3 +27,22 @@ class DirectPosts:
         if scope["type"] == "http" and scope["method"] == "POST":
             app = self._endpoints.get(scope["path"], app)
         await app(scope, receive, send)
+
+
+def own_post(path: str, content_type: bytes, *headers: tuple[bytes, bytes]) -> Scope:
+    """The scope of a request of this process's own to an application that it holds."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", content_type), *headers],
+        "client": ("127.0.0.1", 0),
+        "server": ("127.0.0.1", 80),
+        "state": {},
+    }

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from starlette.types import Send
 
-from loomserve.platform.base.errors import EngineGone, InternalError, Unavailable
+from loomserve.platform.base.errors import ENGINE_STALLED, EngineGone, InternalError, Unavailable
+from loomserve.platform.engine.options.words import in_fields
 
-PASSED_BACK = frozenset({b"content-type", b"content-length", b"cache-control"})
-"""Headers of an engine's answer that its client gets."""
+PASSED_BACK = frozenset({b"content-type", b"content-length", b"cache-control", b"metadata"})
+"""Headers of an engine's answer that its client gets; ``metadata`` is where vLLM tells which bytes
+are which text's embedding."""
 MOST_WORDS = 2000
 """Bytes of an engine's own words that go to the log, as far as they fit into a line."""
+MOST_ERROR_BYTES = 2**16
+"""Of an engine's error that are kept; its client gets less."""
+MOST_MESSAGE_CHARACTERS = 1024
+"""Of an engine's own words that its client gets."""
 
 _RETRY_AFTER_S = 5.0
+_OF_PYDANTIC = re.compile(r"\d+ validation errors? for ")
+_MOST_FAULTS = 5
+_MOST_PARAM = 100
 _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 422: "invalid_request_error"}
 
 
@@ -28,15 +38,36 @@ def normalise(body: bytes, status: int) -> dict[str, Any]:
         error = error["error"]
     message = error.get("message") if isinstance(error, dict) else None
     if not isinstance(message, str):
-        message = body.decode("utf-8", "replace") or f"the engine refused the request ({status})"
+        words = body[: 4 * MOST_MESSAGE_CHARACTERS].decode("utf-8", "replace")
+        message = words or f"the engine refused the request ({status})"
     return {
         "error": {
-            "message": message,
+            "message": shortened(in_fields(_readable(message))),
             "type": _TYPES.get(status, "invalid_request_error"),
-            "param": error.get("param") if isinstance(error, dict) else None,
+            "param": _param(error),
             "code": _code(error, message, status),
         }
     }
+
+
+def shortened(words: str) -> str:
+    """An engine's words, as many as a client gets."""
+    if len(words) <= MOST_MESSAGE_CHARACTERS:
+        return words
+    return words[: MOST_MESSAGE_CHARACTERS - 1] + "…"
+
+
+def _readable(message: str) -> str:
+    """Without what pydantic repeats of the request, where vLLM passes its message on as it is."""
+    if _OF_PYDANTIC.match(message) is None:
+        return message
+    told = [line.split(" [type=")[0].strip() for line in message.splitlines() if " [type=" in line]
+    return "; ".join(dict.fromkeys(told[:_MOST_FAULTS])) or message
+
+
+def _param(error: Any) -> str | None:
+    param = error.get("param") if isinstance(error, dict) else None
+    return param.removeprefix("body.")[:_MOST_PARAM] if isinstance(param, str) else None
 
 
 def _code(error: Any, message: str, status: int) -> str:
@@ -73,7 +104,16 @@ def engine_stalled(model: str, idle_timeout_s: float) -> EngineGone:
     return EngineGone(
         f"the engine of model {model!r} sent nothing for {idle_timeout_s:g} s in the "
         "midst of its answer; send the request again",
-        reason="engine_stalled",
+        reason=ENGINE_STALLED,
+    )
+
+
+def model_failed(model: str) -> Unavailable:
+    """A model cannot be loaded, or does not answer: only an operator can change that."""
+    return Unavailable(
+        f"model {model!r} has failed, and is not loaded again by itself: ask the operator, whom "
+        "`loomserve status` tells why",
+        reason="model_failed",
     )
 
 

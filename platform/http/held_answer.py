@@ -7,7 +7,7 @@ begun, with status 200: what ends in an error from there on is told by an event.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from starlette.types import Message, Send
@@ -20,16 +20,25 @@ _HEADERS = [
 ]
 
 
+def openai_event(body: bytes, status: int) -> bytes:
+    """The event that tells of an error, by the body and the status that it would have had."""
+    return b"data: " + body + b"\n\n"
+
+
 class HeldAnswer:
     """A ``send`` of a stream that may have to wait."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(
+        self, send: Send, error_event: Callable[[bytes, int], bytes] = openai_event
+    ) -> None:
         self._send = send
+        self._error_event = error_event
         self._sending = asyncio.Lock()
         self._began = False
         """Whether comments have been sent."""
         self._answered = False
-        self._error = False
+        self._error = 0
+        """Status of an answer that is an error."""
 
     @asynccontextmanager
     async def comments(self, period_s: float) -> AsyncIterator[None]:
@@ -61,9 +70,9 @@ class HeldAnswer:
             if not self._began:
                 await self._send(message)
             elif message["type"] == "http.response.start":
-                self._error = message["status"] >= 400
+                self._error = message["status"] if message["status"] >= 400 else 0
             elif self._error:
-                event = b"data: " + message.get("body", b"") + b"\n\n"
+                event = self._error_event(message.get("body", b""), self._error)
                 await self._send({**message, "body": event})
             else:
                 await self._send(message)

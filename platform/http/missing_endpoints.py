@@ -2,41 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
 
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from loomserve.platform.base.errors import NotFound
+from loomserve.platform.requests.endpoints import AT_ENGINE, Endpoint
 
 
 class MissingEndpoints:
-    """ASGI application of an engine that knows which of the platform's endpoints it lacks.
+    """ASGI application of a model's front end that knows which endpoints the model lacks.
 
     Which there are depends on the model: one that chats has no embeddings, and the other way round.
     """
 
-    def __init__(self, app: Starlette, names: Mapping[str, str]) -> None:
-        """``names``: the platform's endpoints, as the engine's server and as clients name them."""
-        self._app = app
-        there = {path for path in names if _answers(app, path)}
-        self._missing = {path: name for path, name in names.items() if path not in there}
-        self._there = ", ".join(name for path, name in names.items() if path in there)
+    def __init__(self, model: str, app: Starlette) -> None:
+        self._model, self._app = model, app
+        self._there = {path: row for path, row in AT_ENGINE.items() if _answers(app, row)}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name = self._missing.get(scope.get("path", ""))
-        if name is None or scope["type"] != "http":
-            await self._app(scope, receive, send)
+    def check(self, path: str) -> None:
+        """Check that the model answers an endpoint, named as vLLM's server does.
+
+        Raises:
+            NotFound: it does not, or what it needs is not installed.
+        """
+        missing = AT_ENGINE.get(path)
+        if missing is None:
             return
-        error = NotFound(
-            f"This model does not answer {name}. It answers {self._there}.",
+        if path in self._there:
+            if missing.is_form and not _reads_sound():
+                raise NotFound(
+                    f"The model {self._model!r} can {missing.does}, but nothing here reads sound. "
+                    "Ask the operator to install vLLM with its extra: vllm[audio].",
+                    reason="audio_not_installed",
+                )
+            return
+        tasks = ", ".join(f"{row.does} ({row.name})" for row in self._there.values())
+        raise NotFound(
+            f"The model {self._model!r} does not {missing.does}. Its tasks are: {tasks}.",
+            param="model",
             reason="endpoint_not_found",
         )
-        await JSONResponse(error.body(), error.status)(scope, receive, send)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """
+        Raises:
+            NotFound: the model does not answer the endpoint.
+        """
+        if scope["type"] == "http":
+            self.check(scope["path"])
+        await self._app(scope, receive, send)
 
 
-def _answers(app: Starlette, path: str) -> bool:
+@cache
+def _reads_sound() -> bool:
+    """Whether there is a package by which vLLM reads sound; without one it fails on a request."""
+    return any(find_spec(name) is not None for name in ("soundfile", "av"))
+
+
+def _answers(app: Starlette, row: Endpoint) -> bool:
+    path = row.at_engine
     scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": []}
-    return any(route.matches(scope)[0] is Match.FULL for route in app.router.routes)
+    routed = any(route.matches(scope)[0] is Match.FULL for route in app.router.routes)
+    return routed and getattr(app.state, row.handler, app) is not None

@@ -22,7 +22,10 @@ from loomserve.platform.run.node_gate import NodeGate
 from loomserve.platform.run.sockets import listen_in_place, listen_locally
 
 _FOLDER = "front-ends"
+_SOCKET = "front-end-"
 _PATH = "/metrics"
+DRAIN = "/drain"
+"""Path of a socket's answer once its front end has ended all requests, and takes no more."""
 _TIMEOUT_S = 3.0
 _STOP_TIMEOUT_S = 1.0
 
@@ -93,18 +96,23 @@ class OtherFrontEnds:
     def _number(self) -> int:
         return self._place.place if self._place is not None else 0
 
-    async def listen(self, parts: Callable[[], Awaitable[Sequence[Part]]]) -> None:
-        """Show ``parts``, this one's own metrics, to others."""
-        if self._place is None and self._node_name is None:
-            return
+    async def listen(
+        self, parts: Callable[[], Awaitable[Sequence[Part]]], drain: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Show ``parts``, this one's own metrics, to others, and ``drain`` it for the command."""
 
         async def show(_: Request) -> Response:
             return Response(msgspec.json.encode(await parts()))
 
+        async def drained(_: Request) -> Response:
+            await drain()
+            return Response()
+
         # On another node a socket of the same name is another one's.
         bind = listen_in_place if self._node_name is None else listen_locally
         sock, address = bind(_name(self._number), self._node)
-        app = GuardedApp(Starlette(routes=[Route(_PATH, show)]), self._token)
+        routes = [Route(_PATH, show), Route(DRAIN, drained, methods=["POST"])]
+        app = GuardedApp(Starlette(routes=routes), self._token)
         self._http = HttpServer(app, sock, protocol=bounded_protocol(INTERNAL))
         await self._http.start()
         if self._node_name is not None:
@@ -142,7 +150,12 @@ class OtherFrontEnds:
 
 
 def _name(place: int) -> str:
-    return f"front-end-{place}"
+    return f"{_SOCKET}{place}"
+
+
+def front_ends_here(node: str) -> list[str]:
+    """Where the front ends of this node listen, whose address is ``node``."""
+    return [f"{path.name}.{node}" for path in own_run().sockets.glob(f"{_SOCKET}*")]
 
 
 def _number_in(address: str) -> int:

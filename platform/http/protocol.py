@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+import re
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,23 @@ LOOKS = 8
 # closed at once, the kernel would reset it, and the client might never read the answer.
 _LINGER_S = 2.0
 _VERSIONS = frozenset({"1.0", "1.1"})
+ONCE = frozenset(
+    {
+        b"authorization",
+        b"content-encoding",
+        b"content-length",
+        b"content-type",
+        b"expect",
+        b"host",
+        b"origin",
+        b"transfer-encoding",
+        b"x-api-key",
+        b"x-slo-ms",
+    }
+)
+"""Headers that a check goes by. Of two, a proxy may have looked at the one and this server at the
+other, so there is one at most."""
+_PORTS = {b"http": b":80", b"https": b":443"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +53,8 @@ class Bounds:
     head_timeout_s: float
     """Seconds from a request's first byte until its line and headers must have come."""
     max_connections: int | None = None
-    """A client that connects beyond these is answered 503; None: there is room for all."""
+    """A client that connects beyond these is answered 503, if no connection gives way; None: there
+    is room for as many as there are file descriptors."""
     by_address: AddressLimit | None = None
     """The same for one client's connections."""
     send_timeout_s: float | None = None
@@ -77,20 +96,24 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deaf = False
         # The connection ends with the answer under way.
         self._is_last = False
-        self._served: RequestResponseCycle | None = None
+        self.served: RequestResponseCycle | None = None
+        """The request that came last; None: there was none."""
         self._unsent = 0
         self._still = 0
+        self.idle_since = self.loop.time()
+        """Since when it has no request, if it has none."""
+        self.refusal: Unavailable | None = None
+        """Why the connection is not served; None: it is."""
+        self.ended: Callable[[BoundedProtocol], None] | None = None
+        """Is told of the connection's end; None: nobody is."""
 
     # The connection
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if self.bounds.by_address and self.client:
-            self.bounds.by_address.enter(self.client[0])
-        problem = self._one_too_many()
-        if problem is not None:
+        if self.refusal is not None:
             self._deaf = True
-            self._write(problem)
+            self._write(self.refusal)
             self.transport.close()
             return
         # uvicorn bounds silence only between requests; clients may connect ahead of the first.
@@ -99,38 +122,34 @@ class BoundedProtocol(HttpToolsProtocol):
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.bounds.by_address and self.client:
-            self.bounds.by_address.leave(self.client[0])
+        if self.ended is not None:
+            self.ended(self)
         self._forget_head()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
         # uvicorn tells the request that came last, which may wait behind this one.
-        _disconnect(self._served)
+        _disconnect(self.served)
 
-    def _one_too_many(self) -> Unavailable | None:
-        most, by_address = self.bounds.max_connections, self.bounds.by_address
-        elsewhere = by_address.elsewhere if by_address is not None else 0
-        if most is not None and len(self.connections) + elsewhere > most:
-            return _too_many(f"the server already has {most} connections")
-        # A listener for TLS has looked before it shook hands.
-        if by_address is None or self.client is None or self.scheme == "https":
-            return None
-        if by_address.open(self.client[0]) > by_address.most:
-            return _too_many(f"your address already has {by_address.most} connections")
-        return None
+    def give_way(self) -> None:
+        """Close the connection, which has no request under way."""
+        if self._head_timer is not None:
+            self._forget_head()
+            self._write(too_many("others came while your request was not whole"))
+        self._deaf = True
+        self.transport.close()
 
     def look(self) -> None:
         """Cut off a client that takes nothing; called ``LOOKS`` times in ``send_timeout_s``."""
         unsent = self.transport.get_write_buffer_size()
         # Then nothing is added to what is unsent, and it stays the same only if nothing is taken.
-        waits = self._is_idle or self.flow.write_paused or self.transport.is_closing()
+        waits = self.is_idle or self.flow.write_paused or self.transport.is_closing()
         self._still = self._still + 1 if waits and unsent and unsent == self._unsent else 0
         self._unsent = unsent
         if self._still >= LOOKS:
             self.transport.abort()
 
     @property
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
     # What comes
@@ -138,7 +157,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
-        if self._is_idle and self._head_timer is None:
+        if self.is_idle and self._head_timer is None:
             self._head_timer = self.loop.call_later(self.bounds.head_timeout_s, self._head_too_late)
         if len(data) < self._room:
             self._room -= len(data)
@@ -179,7 +198,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._forget_head()
         self._in_head = False
         self._room = self.bounds.max_head
-        self._check_head()
+        version = self.parser.get_http_version()
+        if (problem := _problem_of(version, self.url, self.headers)) is not None:
+            self._give_up(problem)
         super().on_headers_complete()
         if self.parser.should_upgrade():
             # It is answered by HTTP/1.1, but the client may go on in another protocol.
@@ -196,20 +217,6 @@ class BoundedProtocol(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         self._deaf = True
 
-    def _check_head(self) -> None:
-        """Refuse what the parser lets pass and RFC 9112 does not."""
-        version = self.parser.get_http_version()
-        if version not in _VERSIONS:
-            self._give_up(BadRequest(f"This server speaks HTTP/1.1, not {version}."))
-        hosts = 0
-        for name, value in self.headers:
-            if name == b"host":
-                hosts += 1
-            elif name == b"transfer-encoding" and (version, value.lower()) != ("1.1", b"chunked"):
-                self._give_up(BadRequest("The only Transfer-Encoding is chunked, of HTTP/1.1."))
-        if hosts > 1 or (not hosts and version == "1.1"):
-            self._give_up(BadRequest("A request has one Host header."))
-
     def _give_up(self, problem: RequestError) -> None:
         """Stop the parser, which has the problem answered by :meth:`send_400_response`."""
         self._problem = problem
@@ -218,7 +225,9 @@ class BoundedProtocol(HttpToolsProtocol):
     # What is answered
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._served = cycle
+        self.served = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = _without_chunks(cycle, app)
         super()._start_asgi_task(cycle, self._closing_early(cycle, app))
 
     def _closing_early(self, cycle: RequestResponseCycle, app: Any) -> Any:
@@ -241,6 +250,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return run
 
     def on_response_complete(self) -> None:
+        self.idle_since = self.loop.time()
         if self._is_last:
             self._linger()
         else:
@@ -264,7 +274,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._forget_head()
         self._deaf = True
         cycle = self.cycle
-        if self._is_idle:
+        if self.is_idle:
             self._write(error)
             self._linger()
         elif not cycle.more_body:
@@ -307,11 +317,72 @@ class BoundedProtocol(HttpToolsProtocol):
         )
 
 
+def _without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
+    """The application for a client of HTTP/1.0, which knows no chunks: an answer of unknown length
+    ends with the connection."""
+
+    def run(scope: Scope, receive: Receive, send: Send) -> Any:
+        has_length = True
+
+        def send_plainly(message: Message) -> Any:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message.get("headers", ())}
+                has_length = b"content-length" in names
+                if not has_length:
+                    cycle.chunked_encoding = False
+            elif not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))
+            return send(message)
+
+        return app(scope, receive, send_plainly)
+
+    return run
+
+
+def _problem_of(
+    version: str, target: bytes, headers: Iterable[tuple[bytes, bytes]]
+) -> BadRequest | None:
+    """What the parser lets pass and RFC 9112 does not, or what has two meanings; None: nothing."""
+    if version not in _VERSIONS:
+        return BadRequest(f"This server speaks HTTP/1.1, not {version}.")
+    given: dict[bytes, bytes] = {}
+    for name, value in headers:
+        if name in given and name in ONCE:
+            return BadRequest(f"A request has one {name.decode().title()} header.")
+        given[name] = value
+    coding = given.get(b"transfer-encoding")
+    if coding is not None and (version, coding.lower()) != ("1.1", b"chunked"):
+        return BadRequest("The only Transfer-Encoding is chunked, of HTTP/1.1.")
+    host = given.get(b"host")
+    if host is None and version == "1.1":
+        return BadRequest("A request has one Host header.")
+    return None if target.startswith(b"/") else _problem_of_url(target, host)
+
+
+def _problem_of_url(target: bytes, host: bytes | None) -> BadRequest | None:
+    """A target that is no path may be a URL of the server that ``Host`` names."""
+    scheme, _, rest = target.partition(b"://")
+    port = _PORTS.get(scheme.lower())
+    authority = re.split(rb"[/?#]", rest, maxsplit=1)[0]
+    if port is None:
+        return BadRequest("The request's target is no path, such as /v1/models.")
+    if host is None or _with_port(authority, port) != _with_port(host, port):
+        return BadRequest("The request's target names another server than its Host header.")
+    return None
+
+
+def _with_port(authority: bytes, port: bytes) -> bytes:
+    """An authority in lower case with its port, which may be the scheme's own."""
+    authority = authority.lower().removesuffix(b":")
+    return authority if re.search(rb":\d+$", authority) else authority + port
+
+
 def _disconnect(cycle: RequestResponseCycle | None) -> None:
     if cycle is not None and not cycle.response_complete:
         cycle.disconnected = True
         cycle.message_event.set()
 
 
-def _too_many(what: str) -> Unavailable:
+def too_many(what: str) -> Unavailable:
     return Unavailable(f"{what}; try again shortly", reason="too_many_connections", retry_after_s=1)

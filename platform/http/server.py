@@ -12,8 +12,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from loomserve.platform.base.periodic import every
+from loomserve.platform.http.listener import ConnectionListener
 from loomserve.platform.http.protocol import LOOKS, BoundedProtocol
-from loomserve.platform.http.tls_listener import TlsListener, TlsOptions
+from loomserve.platform.http.tls import LiveCertificate
 
 
 class _Server(uvicorn.Server):
@@ -32,10 +33,9 @@ class HttpServer:
         sock: socket.socket,
         *,
         protocol: type[BoundedProtocol],
-        tls: TlsOptions | None = None,
+        certificate: LiveCertificate | None = None,
     ) -> None:
-        """``tls``: None, the server speaks HTTP in clear text."""
-        self._socket = sock
+        """``certificate``: None, the server speaks HTTP in clear text."""
         self._protocol = protocol
         self._server = _Server(
             uvicorn.Config(
@@ -50,37 +50,31 @@ class HttpServer:
                 timeout_keep_alive=75,
             )
         )
-        self._listener = (
-            TlsListener(sock, tls, self._new_connection, self._server.server_state.connections)
-            if tls
-            else None
+        self._listener = ConnectionListener(
+            sock, protocol.bounds, certificate, self._new_connection
         )
         self._task: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[NoReturn] | None = None
 
     async def start(self) -> None:
-        own = [] if self._listener else [self._socket]
-        self._task = asyncio.create_task(self._server.serve(sockets=own))
+        self._task = asyncio.create_task(self._server.serve(sockets=[]))
         while not self._server.started:
             if self._task.done():
                 self._task.result()
             await asyncio.sleep(0.01)
-        if self._listener:
-            self._listener.start()
+        self._listener.start()
         send_timeout_s = self._protocol.bounds.send_timeout_s
         if send_timeout_s is not None:
             self._looking = asyncio.create_task(every(send_timeout_s / LOOKS, self._look))
 
     @property
     def alive(self) -> bool:
-        listening = self._listener is None or self._listener.alive
         looking = self._looking is None or not self._looking.done()
-        return listening and looking and self._task is not None and not self._task.done()
+        return self._listener.alive and looking and self._task is not None and not self._task.done()
 
     async def stop(self, timeout_s: float) -> None:
         """Accept no connection, give open requests ``timeout_s`` seconds, then cut them."""
-        if self._listener:
-            await self._listener.close()
+        await self._listener.close()
         self._server.config.timeout_graceful_shutdown = max(1, int(timeout_s))
         self._server.should_exit = True
         if self._task is not None:

@@ -11,7 +11,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.models import demo, remote
+from loomserve.platform.config import SIMULATED
+from loomserve.platform.models import demo, remote, simulated
+from loomserve.platform.models.listing import read_listing
+from loomserve.platform.models.policy.folder_kind import problem_of
 from loomserve.platform.models.remote import is_remote
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -37,8 +40,8 @@ def resolve(
     """Find the weights of a configured model; a hub id is returned as it is.
 
     Args:
-        source: ``demo`` or ``demo:NAME`` (fetched on first use), a folder relative to ``base``, a
-            remote folder (likewise), or a model's id on the hub.
+        source: ``demo`` or ``demo:NAME`` (fetched on first use), ``simulated``, a folder
+            relative to ``base``, a remote folder (likewise), or a model's id on the hub.
         progress: Called with a line of text for each slow step, and for a hub id without revision.
         revision: which of a hub id's commits.
 
@@ -58,6 +61,8 @@ def resolve(
         raise ConfigError(
             f"source {source!r} has no revisions, which only hub ids have: leave revision out"
         )
+    if source == SIMULATED:
+        return simulated.fetch()
     if copy_of(source) is not None:
         fetched = (
             remote.fetch(source, progress)
@@ -77,14 +82,14 @@ def resolve(
         raise ConfigError(f"source {source!r}: there is no folder {folder}; correct the path")
     raise ConfigError(
         f"source {source!r} is neither a folder nor a hub id (ORG/NAME); "
-        f"write demo, demo:NAME, a folder's path, a remote one (s3://...), or ORG/NAME"
+        f"write demo, demo:NAME, simulated, a folder's path, a remote one (s3://...), or ORG/NAME"
     )
 
 
 def is_here(source: str) -> bool:
     """Whether :func:`resolve` finds a model without fetching or converting anything."""
     copy = copy_of(source)
-    return copy is None or copy.exists()
+    return copy is None or copy.exists() or source == SIMULATED
 
 
 def copy_of(source: str) -> Path | None:
@@ -92,6 +97,8 @@ def copy_of(source: str) -> Path | None:
     kind, _, name = source.partition(":")
     if is_remote(source):
         return remote.folder_of(source)
+    if source == SIMULATED:
+        return simulated.folder_of()
     return demo.folder_of(name or demo.DEFAULT) if kind == "demo" else None
 
 
@@ -99,6 +106,11 @@ def folder_here(source: str, base: Path) -> Path | None:
     """The folder that this machine has of a source, without fetching anything."""
     folder = copy_of(source) or _folder_of(source, base)
     return folder if folder.exists() else None
+
+
+def files_here(source: str, base: Path) -> Path | str | None:
+    """The same, or the id of a model on the hub, of which this machine may have files."""
+    return source if _is_hub_id(source, base) else folder_here(source, base)
 
 
 def _folder_of(path: str, base: Path) -> Path:
@@ -110,13 +122,18 @@ def _is_hub_id(source: str, base: Path) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a model folder is whole, reading no more than its headers.
+    """Check that a folder is a whole model, reading no more than its files' headers.
 
     Raises:
-        ConfigError: a file is missing or damaged; names it.
+        ConfigError: it is something else, or a file is missing or damaged; says which, and what
+            to do.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder; give the folder that has config.json in it")
+        what = "is one GGUF file, which llama.cpp reads" if folder.suffix == ".gguf" else ""
+        raise ConfigError(
+            f"{folder} {what or 'is not a folder'}; give the folder that has config.json in it"
+        )
+    _check_kind(folder)
     if not _read_config(folder).get("architectures"):
         raise ConfigError(
             f"{folder / 'config.json'}: names no architectures; "
@@ -135,9 +152,22 @@ def check_folder(folder: Path) -> None:
         except FileNotFoundError:
             raise ConfigError(f"{path} is missing; copy the model's weights again") from None
         except (SafetensorError, OSError) as error:
+            why = error if path.stat().st_size else "0 bytes"
             raise ConfigError(
-                f"{path} is damaged or cut short ({error}); copy the model's weights again"
+                f"{path} is damaged or cut short ({why}); copy the model's weights again"
             ) from None
+
+
+def _check_kind(folder: Path) -> None:
+    try:
+        listing = read_listing(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be read ({error.strerror})") from None
+    if not (
+        listing.json.get("config.json", {}).get(simulated.MARK)
+        or (problem := problem_of(listing)) is None
+    ):
+        raise ConfigError(f"{folder} {problem}")
 
 
 def hidden_size(folder: Path) -> int | None:
@@ -150,8 +180,17 @@ def hidden_size(folder: Path) -> int | None:
 
 
 def has_plain_attention(folder: Path) -> bool:
-    """Whether all layers attend alike to all tokens, by keys and values of one shape each."""
+    """Whether all layers attend alike to all tokens, by keys and values of one shape each.
+
+    And the model generates: one that embeds or scores has no answer that grows.
+    """
     config = _read_config(folder)
+    if config.get(simulated.MARK):
+        return False  # nothing attends
+    # Embedding models of sentence-transformers may call themselves language models.
+    generates = all(name.endswith("ForCausalLM") for name in config.get("architectures", ()))
+    if not generates or (folder / "modules.json").exists():
+        return False
     windows = config.get("use_sliding_window", True) and config.get("sliding_window")
     return config.get("model_type") in _PLAIN_ATTENTION and not windows
 
@@ -191,7 +230,7 @@ def weight_files(folder: Path) -> list[Path]:
             raise ConfigError(f"{index}: has no weight_map; copy the model's files again")
         return [folder / name for name in sorted(set(shards.values()))]
     files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    if not files and not _read_config(folder).get(simulated.MARK):
         raise ConfigError(
             f"{folder} has no *.safetensors; give a model with weights in that format"
         )

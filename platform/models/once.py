@@ -7,10 +7,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
+
+_SOON_S = 1.0
 
 
-def made_once(folder: Path, make: Callable[[Path], Path]) -> Path:
+def made_once(
+    folder: Path, make: Callable[[Path], Path], waits: Callable[[str], None] = lambda _: None
+) -> Path:
     """The folder, which ``make`` makes on first use.
 
     Only a finished folder is renamed to its place; what a killed process left is thrown away.
@@ -19,12 +23,19 @@ def made_once(folder: Path, make: Callable[[Path], Path]) -> Path:
         folder: where it is to be.
         make: gets an empty folder beside it, which is deleted afterwards, and returns what is to be
             renamed, in it.
+        waits: is told of whom this waits for, if another makes it.
 
     Raises:
         OSError: it cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f".{folder.name}.lock")):
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    try:
+        held = lock.acquire(timeout=_SOON_S)
+    except Timeout:
+        waits(f"waiting for model {folder.name}, which {_holder(lock)} is making")
+        held = lock.acquire()
+    with held:
         if folder.exists():
             return folder
         partial = folder.with_name(f".{folder.name}.partial")
@@ -39,6 +50,16 @@ def made_once(folder: Path, make: Callable[[Path], Path]) -> Path:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _holder(lock: FileLock) -> str:
+    inode = os.stat(lock.lock_file).st_ino
+    for line in Path("/proc/locks").read_text().splitlines():
+        # 1: FLOCK  ADVISORY  WRITE 1234 fe:01:5678 0 EOF
+        _, kind, _, _, pid, place, *_ = line.split()
+        if kind == "FLOCK" and place.endswith(f":{inode}"):
+            return f"process {pid}"
+    return "another process"
 
 
 def _sync(path: Path) -> None:

@@ -35,7 +35,9 @@ def fetch(source: str, progress: Callable[[str], None]) -> Path:
     """
     folder = folder_of(source)
     try:
-        return made_once(folder, lambda partial: _copied(source, partial / "model", progress))
+        return made_once(
+            folder, lambda partial: _copied(source, partial / "model", progress), progress
+        )
     except ConfigError:
         raise
     except Exception as error:  # each filesystem has errors of its own

@@ -3,35 +3,47 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.devices.gpus import gpus_here
+from loomserve.platform.nodes.ray_command import HEAD, ray_command, tell_listen_port
 from loomserve.platform.nodes.reaping import adopt_orphans, has_ended, reap_orphans
 from loomserve.platform.nodes.resources import offered
 from loomserve.platform.run.folder import RunFolder
-from loomserve.platform.run.guard import start_guard
+from loomserve.platform.run.guard import end_guard, start_guard
 from loomserve.platform.run.leftovers import end_run, remove_leftovers
-from loomserve.platform.run.ray_environment import (
-    LOGICAL_CPUS,
-    OBJECT_STORE_BYTES,
-    node_environment,
-)
+from loomserve.platform.run.ray_environment import node_environment
+from loomserve.platform.run.upkeep import RunUpkeep, look_after
 
 Say = Callable[[str], None]
-Beside = Callable[[RunFolder, dict[str, str]], "subprocess.Popen[bytes]"]
-"""Starts a process in a run, with an environment; it ends with the run."""
+
+
+class Beside(Protocol):
+    """A process that runs beside Ray, and is started anew when it ends."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def start(self) -> None: ...
+
+    def look(self) -> None:
+        """Start it anew if it has ended."""
+
+    def stop(self) -> None: ...
+
+
+MakeBeside = Callable[[RunFolder, dict[str, str]], Beside]
+"""For a run, and the environment of its processes."""
 
 STATE_VARIABLE = "LOOMSERVE_STATE"
 """Of processes on the node that keeps what there is but once: its folder for that."""
@@ -71,14 +83,16 @@ class NodeOptions:
 class SupervisedNode:
     """Keeps a node until it is stopped, with a longer pause each time that it fails early."""
 
-    def __init__(self, options: NodeOptions, say: Say, beside: Beside) -> None:
-        """``beside`` runs beside Ray, which goes on without it."""
-        self._options, self._say, self._beside = options, say, beside
-        self._stopped = threading.Event()
-
-    def stop(self) -> None:
-        """Have :meth:`run` return; may be called by a signal's handler."""
-        self._stopped.set()
+    def __init__(
+        self, options: NodeOptions, say: Say, make_beside: MakeBeside, stopped: threading.Event
+    ) -> None:
+        """
+        Args:
+            make_beside: what runs beside Ray, once that is up, which goes on without it.
+            stopped: set, it has :meth:`run` return.
+        """
+        self._options, self._say, self._make_beside = options, say, make_beside
+        self._stopped = stopped
 
     def run(self) -> None:
         """Returns once it has been stopped; no process of the node is left then."""
@@ -101,8 +115,10 @@ class SupervisedNode:
         run = RunFolder.create(self._options.token)
         log = run.path / "ray-start.log"
         environment = self._environment(run)
+        beside = self._make_beside(run, environment)
+        # Should this process be killed, the node's processes end nevertheless.
+        guard = start_guard(run, ())
         try:
-            beside = self._beside(run, environment)
             with log.open("wb") as out:
                 node = subprocess.Popen(
                     start_command(self._options, run.ray),
@@ -113,30 +129,43 @@ class SupervisedNode:
                     # A terminal's Ctrl-C is for the supervisor, who ends it in good order.
                     start_new_session=True,
                 )
-            # Should this process be killed, the node's processes end nevertheless.
-            guard = start_guard(run, ())
-            self._attend(node, {node.pid, guard.pid, beside.pid}, log)
+            self._attend(node, {node.pid, guard.pid}, beside, RunUpkeep(run), log)
             return _last_lines(log)
         finally:
+            beside.stop()
             # Replicas that live on without their raylet would serve for a cluster that has given
             # them up.
             end_run(run)
+            end_guard(guard)
             reap_orphans(set())
             run.release()
 
-    def _attend(self, node: subprocess.Popen[bytes], own: set[int], log: Path) -> None:
+    def _attend(
+        self,
+        node: subprocess.Popen[bytes],
+        own: set[int],
+        beside: Beside,
+        upkeep: RunUpkeep,
+        log: Path,
+    ) -> None:
         told, raylet = False, None
         while node.poll() is None and not self._stopped.is_set():
-            reap_orphans(own)
+            look_after(self._stopped, beside.look, upkeep.look)
+            reap_orphans({*own, beside.pid})
             # Ray's command goes on without its raylet, when that was told to leave the cluster, and
             # waits for one that has ended as it started.
-            raylet = raylet or _raylet_of(node.pid)
+            if raylet is None and (raylet := _raylet_of(node.pid)) is not None:
+                with contextlib.suppress(psutil.Error):  # it has just ended
+                    tell_listen_port(raylet.cmdline())
             if raylet is not None and has_ended(raylet):
                 break
             if not told and _STARTED in log.read_text(errors="replace"):
                 told = True
+                beside.start()
                 self._say(f"node {self._options.name} is up at {self._options.ip}")
             self._stopped.wait(_LOOK_S)
+        if not told:
+            return  # nothing runs on it
         node.terminate()
         try:
             node.wait(_STOP_TIMEOUT_S)
@@ -172,55 +201,14 @@ def start_command(options: NodeOptions, temporary: Path) -> list[str]:
     resources = offered(
         options.name, range(os.cpu_count() or 1), gpus_here(), state=options.state is not None
     )
-    where = (
-        [
-            *("--head", f"--port={port}", "--include-dashboard=false"),
-            # Nodes come and go by themselves.
-            "--no-monitor",
-        ]
-        if options.is_head
-        else [f"--address={host}:{port}"]
-    )
+    where = [*HEAD, f"--port={port}"] if options.is_head else [f"--address={host}:{port}"]
     ports = (
         [f"--min-worker-port={options.ports[0]}", f"--max-worker-port={options.ports[1]}"]
         if options.ports
         else []
     )
-    return [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where),
-        f"--node-ip-address={options.ip}",
-        f"--node-name={options.name}",
-        f"--num-cpus={LOGICAL_CPUS}",
-        # It is bound to its devices by Loomserve's resources; Ray's own would hide GPUs.
-        "--num-gpus=0",
-        f"--object-store-memory={OBJECT_STORE_BYTES}",
-        f"--resources={json.dumps(resources)}",
-        f"--temp-dir={temporary}",
-        *("--disable-usage-stats", "--log-color=false"),
-        *ports,
-        *_ports_of_agents(),
-    ]
-
-
-def _ports_of_agents() -> list[str]:
-    """Ports for Ray's agents on a node.
-
-    A raylet waits 15 s for those that its agents choose themselves, and ends: on a busy machine
-    they take longer to begin.
-    """
-    names = (
-        "dashboard-agent-grpc",
-        "dashboard-agent-listen",
-        "metrics-export",
-        "runtime-env-agent",
-    )
-    with contextlib.ExitStack() as open_until_all_are_chosen:
-        ports = []
-        for _ in names:
-            chosen = open_until_all_are_chosen.enter_context(socket.socket())
-            chosen.bind(("", 0))
-            ports.append(chosen.getsockname()[1])
-    return [f"--{name}-port={port}" for name, port in zip(names, ports, strict=True)]
+    name = f"--node-name={options.name}"
+    return ray_command(options.ip, resources, temporary, "--block", name, *where, *ports)
 
 
 def _last_lines(log: Path) -> str:

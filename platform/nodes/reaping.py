@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Collection
 
 import psutil
 
@@ -20,7 +21,7 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def reap_orphans(own: set[int]) -> None:
+def reap_orphans(own: Collection[int | None]) -> None:
     """Wait for all children that have ended, but for the ``own`` that this process waits for."""
     while True:
         try:
@@ -33,8 +34,10 @@ def reap_orphans(own: set[int]) -> None:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Also if whoever started it has not noticed."""
+    """Also if whoever started it has not noticed; not if it only cannot be looked at now."""
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
+    except (psutil.Error, OSError):
+        return False

@@ -10,9 +10,11 @@ from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.config import Model, load
 from loomserve.platform.devices.claims import place
 from loomserve.platform.devices.memory import least_replicas
+from loomserve.platform.models import catalog
+from loomserve.platform.models.chat_files import choose_parsers
 from loomserve.platform.placement.by_itself import Placed, leaves_something
 from loomserve.platform.placement.own_placement import placed_here
-from loomserve.platform.state import PlatformState
+from loomserve.platform.state import ChatParsers, PlatformState
 
 _GIVEN = "the configuration says"
 
@@ -33,6 +35,7 @@ class PlannedModel:
         devices: Of its replicas.
         start: ``now`` or ``on_demand``; of a platform that runs, the model's status.
         size: Estimated bytes of a replica; None: not asked.
+        parsers: Of its tool calls and its reasoning; None: its files are not here.
     """
 
     name: str
@@ -40,6 +43,7 @@ class PlannedModel:
     start: str
     size: float | None
     why: str
+    parsers: ChatParsers | None
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,12 @@ def plan_of_file(path: Path, say: Callable[[str], None]) -> PlacementPlan:
     devices = tuple(
         PlannedDevice(each.name, place(each), each.memory) for each in placed.config.devices
     )
-    return PlacementPlan(devices, tuple(_planned(each, placed) for each in placed.counted.models))
+    return PlacementPlan(
+        devices, tuple(_planned(each, placed, path.parent) for each in placed.counted.models)
+    )
 
 
-def _planned(model: Model, placed: Placed) -> PlannedModel:
+def _planned(model: Model, placed: Placed, base: Path) -> PlannedModel:
     berth = placed.berths.get(model.name)
     used = len(model.devices) if model.pipeline else least_replicas(model)
     return PlannedModel(
@@ -77,7 +83,15 @@ def _planned(model: Model, placed: Placed) -> PlannedModel:
         start="on_demand" if model.start == "on_demand" else "now",
         size=placed.sizes.get(model.name),
         why=berth.why if berth is not None else _GIVEN,
+        parsers=_parsers(model, base),
     )
+
+
+def _parsers(model: Model, base: Path) -> ChatParsers | None:
+    here = catalog.files_here(model.source, base)
+    if here is None:
+        return None
+    return choose_parsers(here, model.engine, revision=model.revision)
 
 
 def plan_of_platform(state: PlatformState) -> PlacementPlan:
@@ -92,6 +106,7 @@ def plan_of_platform(state: PlatformState) -> PlacementPlan:
                 start=str(model.status),
                 size=None,
                 why=model.placement or _GIVEN,
+                parsers=model.parsers,
             )
             for model in state.models
         ),

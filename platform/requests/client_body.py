@@ -1,8 +1,8 @@
 """Reads a client's JSON body without building what the platform does not look at.
 
 JSON of a few megabytes can be millions of lists, which take a second to build and hold up
-all that the process serves: in a thread as well, for the interpreter's lock is held. So of a large
-body only known fields are taken, and texts stay the bytes that they are.
+all that the process serves: in a thread as well, for the interpreter's lock is held. So the texts
+of a large body stay the bytes that they are, and nothing else in it may be large.
 """
 
 from __future__ import annotations
@@ -19,43 +19,36 @@ SMALL_BYTES = 2**18
 MOST_OTHER_BYTES = 2**19
 """Of a larger body: all but its texts."""
 
-TEXTS = ("messages", "prompt", "input", "system", "instructions", "prompt_embeds", "tokens")
-"""Fields that may be long: what the model reads, and what media it is sent."""
-_KNOWN = (
-    "model",
-    "n",
-    "stream",
-    "stream_options",
-    "max_tokens",
-    "max_completion_tokens",
-    "max_output_tokens",
-    "cache_salt",
-    "safety_identifier",
-    "user",
-    "vllm_xargs",
-    "kv_transfer_params",
-    "response_format",
-    "structured_outputs",
-    "text",
-    "output_config",
-    "tools",
+TEXTS = (
+    *("messages", "prompt", "input", "system", "instructions", "prompt_embeds", "tokens"),
+    # Of embeddings as Cohere has them, rerank, score and pooling.
+    *("texts", "images", "inputs", "query", "queries", "documents", "items"),
+    *("data", "data_1", "data_2", "text_1", "text_2"),
 )
+"""Fields that may be long: what the model reads, and what media it is sent."""
+TEXTS_ONLY = frozenset({"prompt", "system", "instructions", "prompt_embeds", "tokens", "texts"})
+"""Those of them that link to nothing."""
+MOST_STRUCTURE = 2**19
+"""Braces, brackets and commas of a conversation of a large body."""
 _SPACE = b" \t\n\r"
 _Optional = msgspec.Raw | msgspec.UnsetType
 _LARGE = msgspec.json.Decoder(
-    msgspec.defstruct("_Large", [(name, _Optional, msgspec.UNSET) for name in (*TEXTS, *_KNOWN)])
+    msgspec.defstruct("_Large", [(name, _Optional, msgspec.UNSET) for name in TEXTS])
 )
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def read_body(body: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The fields of a body, and the texts among them that were left as JSON.
 
-    A small body's fields are all there, a large one's are those that the platform knows.
+    Of a name that is given twice the last value counts, as it does for vLLM.
 
     Raises:
         BadRequest: it is no JSON object, in UTF-8, or a large one has more than texts.
     """
     try:
+        # What is around the object makes it no larger.
+        body = body.strip(_SPACE)
         return _read_large(body) if len(body) > SMALL_BYTES else (_read_small(body), {})
     except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
         raise _unreadable(body, error) from None
@@ -82,8 +75,24 @@ def _read_large(body: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
             f"the fields other than {', '.join(TEXTS)} are {other} bytes long, of which "
             f"{MOST_OTHER_BYTES} are allowed; send less"
         )
-    fields = {name: found[name] for name in _KNOWN if found[name] is not msgspec.UNSET}
+    fields = {name: raw for name, raw in _FIELDS.decode(body).items() if name not in texts}
     return {name: msgspec.json.decode(raw) for name, raw in fields.items()}, texts
+
+
+def conversations_in(texts: Mapping[str, bytes]) -> dict[str, Any]:
+    """Conversations and documents that were left as JSON, which are looked at one by one.
+
+    Raises:
+        BadRequest: one has so much in it that reading it would hold others up.
+    """
+    for name, text in texts.items():
+        # Those within texts count, too: to find out which are takes longer than to build them.
+        if sum(text.count(mark) for mark in (b"{", b"[", b",")) > MOST_STRUCTURE:
+            raise BadRequest(
+                f"{name} has more than {MOST_STRUCTURE} braces, brackets and commas; send less",
+                param=name,
+            )
+    return {name: msgspec.json.decode(text) for name, text in texts.items()}
 
 
 def texts_of(body: bytes) -> dict[str, bytes]:
@@ -108,6 +117,8 @@ def _no_object() -> BadRequest:
 
 
 def _unreadable(body: bytes, error: Exception) -> BadRequest:
+    if not body.strip(_SPACE):
+        return BadRequest('the body is empty: send a JSON object, such as {"model": …}')
     try:
         body.decode()
     except UnicodeDecodeError as wrong:

@@ -8,50 +8,46 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from loomserve.platform.base.errors import BadRequest, BodyTooLarge, ContextTooLong
-from loomserve.platform.requests.client_body import TEXTS, read_body, texts_of, with_fields
-from loomserve.platform.requests.policy.conversation import check_conversation
+from loomserve.platform.requests.client_body import (
+    TEXTS,
+    TEXTS_ONLY,
+    conversations_in,
+    read_body,
+    texts_of,
+    with_fields,
+)
+from loomserve.platform.requests.endpoints import ENDPOINTS, Endpoint
+from loomserve.platform.requests.form_body import ClientForm
+from loomserve.platform.requests.media import check_media
+from loomserve.platform.requests.policy.conversation import check_conversation, check_messages
+from loomserve.platform.requests.policy.documents import check_number, sequences, texts_to_compute
+from loomserve.platform.requests.policy.fields import PLATFORMS_OWN, RESPONSES
 from loomserve.platform.requests.policy.grammars import check_grammars
+from loomserve.platform.requests.policy.lists import check_lists
+from loomserve.platform.requests.policy.logprobs import check_logprobs
 from loomserve.platform.requests.policy.numbers import check_numbers
+from loomserve.platform.requests.policy.obeyed import check_obeyed, thinking
 from loomserve.platform.requests.policy.sequences import (
-    MOST_EMBEDDINGS,
     answers,
-    prompts_in,
-    prompts_in_json,
+    check_prompts,
 )
 from loomserve.platform.requests.policy.texts import CHARACTERS_PER_TOKEN, characters
 from loomserve.platform.scheduling.policy.background import BACKGROUND
 from loomserve.platform.scheduling.policy.deadline import DEADLINE
 from loomserve.platform.scheduling.policy.expected import EXPECTED, Expected
 
-FORWARDED = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/embeddings",
-    "/v1/tokenize",
-    "/v1/detokenize",
-)
-"""vLLM's endpoints that take one request and keep nothing between requests."""
-HINTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+FORWARDED = tuple(ENDPOINTS)
+"""vLLM's endpoints that take one request and keep nothing between them, as clients name them."""
+HINTED = frozenset(path for path, endpoint in ENDPOINTS.items() if endpoint.hints)
 """Endpoints whose requests have ``vllm_xargs``, which the engine gets as ``extra_args``."""
 
-MOST_TOKENIZE_BYTES = 2**20
-"""Body of a request that asks for tokens or their text, which are made one request at a time."""
-
-_EMBEDDINGS = "/v1/embeddings"
-_RESPONSES = "/v1/responses"
-# Fields with several prompts, each of which is answered.
-_PROMPTS = {"/v1/completions": ("prompt", "prompt_embeds"), _EMBEDDINGS: ("input",)}
-_ENGINE_PATHS = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
 _XARGS = "vllm_xargs"
-_KV_TRANSFER = "kv_transfer_params"
 _HINTS = {
     DEADLINE: "set a deadline with the x-slo-ms header",
     BACKGROUND: "send work that may wait as a batch",
@@ -63,12 +59,12 @@ _LONGEST_SALT = 1024
 
 def engine_path(path: str) -> str:
     """An endpoint as vLLM's server names it."""
-    return _ENGINE_PATHS.get(path, path)
+    return ENDPOINTS[path].at_engine
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """JSON object of one request to one of vLLM's endpoints.
+    """One request to one of vLLM's endpoints: a JSON object, or a form.
 
     Immutable: a method that adds something returns another request. The engine gets the very bytes
     that the client sent, with what was added at their end. The constructor checks nothing: it is
@@ -85,86 +81,110 @@ class EngineRequest:
     """Fields of a large body that were left as JSON."""
     added: Mapping[str, Any] = field(default_factory=dict)
     """Fields that the client's bytes do not have, or have otherwise."""
+    form: ClientForm | None = field(default=None, repr=False)
+    """The client's form; None: its body is JSON."""
+    salt: str | None = None
+    """Its cache salt, where vLLM's request has no field for it."""
 
     @classmethod
-    def of(cls, path: str, body: bytes) -> EngineRequest:
+    def of(cls, path: str, body: bytes, content_type: bytes = b"") -> EngineRequest:
         """
         Raises:
-            BadRequest: the body is no JSON object, has a field that only the platform may set, or
-                one that would take too long to compile.
+            BadRequest: the body is no JSON object, or where the endpoint takes a form none; it has
+                a field that only the platform may set, one that would take too long to compile, or
+                one that would not be obeyed.
             BodyTooLarge: it asks for more tokens than one request may.
         """
-        if path in _ENGINE_PATHS and len(body) > MOST_TOKENIZE_BYTES:
-            raise BodyTooLarge(f"A request to {path} may have {MOST_TOKENIZE_BYTES} bytes.")
+        endpoint = ENDPOINTS[path]
+        if endpoint.most_bytes is not None and len(body) > endpoint.most_bytes:
+            raise BodyTooLarge(f"A request to {path} may have {endpoint.most_bytes} bytes.")
+        if endpoint.is_form:
+            form = ClientForm.of(body, content_type)
+            _refuse_platform_fields(form.fields)
+            return cls(path, form.fields, form=form)
         fields, texts = read_body(body)
-        _check(path, fields)
-        return cls(path, fields, body, texts)
+        _check(path, fields, texts)
+        return cls(path, fields, body, texts)._obeying()
 
     @classmethod
     def of_fields(cls, path: str, fields: Mapping[str, Any]) -> EngineRequest:
         """A client's request that was parsed elsewhere.
 
         Raises:
-            BadRequest: it has a field that only the platform may set, or one that would take too
-                long to compile.
+            BadRequest: it has a field that only the platform may set, one that would take too
+                long to compile, or one that would not be obeyed.
         """
-        _check(path, fields)
-        return cls(path, fields)
+        _check(path, fields, {})
+        return cls(path, fields)._obeying()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return ENDPOINTS[self.path]
 
     @property
     def engine_path(self) -> str:
         """The endpoint, as vLLM's server names it."""
-        return engine_path(self.path)
+        return self.endpoint.at_engine
 
     @property
     def takes_hints(self) -> bool:
         """Whether the engine's scheduler can be told something about this request."""
-        return self.path in HINTED
+        return self.endpoint.hints
 
     @property
     def costs_tokens(self) -> bool:
         """Whether an engine's model computes it."""
-        return self.path not in _ENGINE_PATHS
+        return self.endpoint.computes
+
+    @property
+    def streams(self) -> bool:
+        """Whether its answer is to be an event stream."""
+        return self.endpoint.streams and bool(self.fields.get("stream"))
 
     @cached_property
     def sequences(self) -> int:
-        """Answers that the engine has at work at once for it; texts to embed count as one."""
-        if self.path == _EMBEDDINGS:
-            return 1
+        """What counts in limits: answers at once, documents, or the request as one."""
+        return sequences(self.endpoint, self.fields, self.texts)
+
         return self._prompts * answers(self.fields)
 
     @cached_property
     def _prompts(self) -> int:
-        names = _PROMPTS.get(self.path, ())
-        left = [prompts_in_json(self.texts[name]) for name in names if name in self.texts]
-        read = [prompts_in(self.fields[name]) for name in names if name in self.fields]
-        return sum(left + read) or 1
+        return texts_to_compute(self.endpoint, self.fields, self.texts)
 
     def check_sequences(self, most: int) -> None:
         """
         Raises:
-            BadRequest: more than ``most`` sequences, or texts to embed than vLLM takes.
+            BadRequest: more than ``most`` sequences, or texts to embed than vLLM takes, or more
+                log probabilities than others can wait for.
         """
-        if self.path == _EMBEDDINGS and self._prompts > MOST_EMBEDDINGS:
-            raise BadRequest(
-                f"input has {self._prompts} texts, of which one request may have "
-                f"{MOST_EMBEDDINGS}; send several",
-                param="input",
-            )
-        if self.sequences > most:
-            raise BadRequest(
-                f"{self._prompts} prompts with {answers(self.fields)} answers each are "
-                f"{self.sequences} sequences, of which one request may have {most}; send several "
-                "requests",
-                param="n" if self._prompts <= most else "prompt",
-            )
+        check_number(self.endpoint, self.fields, self.texts, most)
+        check_logprobs(self.fields, self._prompts)
+
+    def check_conversation(self, media_hosts: Collection[str]) -> None:
+        """
+        Args:
+            media_hosts: hosts that it may link to media on.
+
+        Raises:
+            BadRequest: its messages are no such, are too many, or link to media elsewhere.
+        """
+        # Other endpoints' inputs and prompts are texts and tokens.
+        plain = TEXTS_ONLY if self.path == RESPONSES else {*TEXTS_ONLY, "input"}
+        texts = {name: text for name, text in self.texts.items() if name not in plain}
+        found = {**self.fields, **conversations_in(texts)}
+        check_messages(found.get("messages"))
+        if self.path == RESPONSES:
+            check_conversation(found.get("input"))
+        check_media(found, media_hosts)
 
     def check_texts(self, max_model_len: int | None) -> None:
         """
         Raises:
             ContextTooLong: its texts are longer than any that fits the model's context.
         """
-        if max_model_len is None:
+        # A form's texts are short, and its file is none.
+        if max_model_len is None or self.form is not None:
             return
         most = max_model_len * CHARACTERS_PER_TOKEN
         # Most requests are small.
@@ -173,13 +193,26 @@ class EngineRequest:
         found = {
             name: characters(text)
             for name, text in (self.texts or texts_of(self.encoded)).items()
-            if name != "prompt_embeds"
+            if name not in ("prompt_embeds", "images")
         }
         if (length := sum(found.values())) > most * self._prompts:
             raise ContextTooLong(
                 f"This model's maximum context length is {max_model_len} tokens, and the request "
                 f"has {length} characters of text, more than fit. Shorten it.",
                 param=max(found, key=lambda name: found[name]),
+            )
+
+    def check_priority(self, first: int) -> None:
+        """
+        Raises:
+            BadRequest: its ``priority``, vLLM's field, is smaller than ``first``: earlier.
+        """
+        priority = self.fields.get("priority")
+        if priority is not None and priority < first:
+            raise BadRequest(
+                f"priority is {priority}, and this key may ask for {first} or more (the smaller "
+                "goes first); send a larger one, or ask the operator for first_priority",
+                param="priority",
             )
 
     def for_model(self, model: str) -> EngineRequest:
@@ -196,7 +229,7 @@ class EngineRequest:
         Raises:
             BadRequest: the client's own salt is none.
         """
-        if self.path in _ENGINE_PATHS:
+        if not self.costs_tokens:
             return self
         own = self.fields.get("cache_salt")
         if own is not None and not (isinstance(own, str) and 0 < len(own) <= _LONGEST_SALT):
@@ -204,7 +237,9 @@ class EngineRequest:
                 f"cache_salt must be text of 1 to {_LONGEST_SALT} characters", param="cache_salt"
             )
         salt = hashlib.sha256(json.dumps([tenant, own]).encode()).hexdigest()
-        return self._with({"cache_salt": salt})
+        return (
+            self._with({"cache_salt": salt}) if self.endpoint.salted else replace(self, salt=salt)
+        )
 
     def with_hints(
         self,
@@ -235,16 +270,35 @@ class EngineRequest:
             return self
         return self._with({_XARGS: {**(own or {}), **hints}})
 
+    def _obeying(self) -> EngineRequest:
+        added = thinking(self.path, self.fields)
+        return self._with(added) if added else self
+
     def _with(self, added: Mapping[str, Any]) -> EngineRequest:
         return replace(self, fields={**self.fields, **added}, added={**self.added, **added})
 
+    @property
+    def content_type(self) -> bytes:
+        return b"application/json" if self.form is None else self.form.content_type
+
+    @property
+    def size(self) -> int:
+        """Bytes that the engine gets."""
+        return len(self.encoded) if self.form is None else self.form.size(self.added)
+
+    def pieces(self) -> Iterator[bytes]:
+        """The bytes that the engine gets, of which no second copy is made."""
+        return iter((self.encoded,)) if self.form is None else self.form.pieces(self.added)
+
     @cached_property
     def encoded(self) -> bytes:
-        """The bytes that the engine gets.
+        """The bytes that the engine gets, in one piece.
 
         Raises:
             BadRequest: a number is none that JSON has.
         """
+        if self.form is not None:
+            return b"".join(self.pieces())
         if self.received is not None:
             return with_fields(self.received, self.added) if self.added else self.received
         try:
@@ -253,22 +307,23 @@ class EngineRequest:
             raise BadRequest("NaN and Infinity are no numbers of JSON") from None
 
 
-def _check(path: str, fields: Mapping[str, Any]) -> None:
+def _check(path: str, fields: Mapping[str, Any], texts: Mapping[str, bytes]) -> None:
     _refuse_platform_fields(fields)
+    check_obeyed(path, fields, texts)
     check_numbers(fields, but=TEXTS)
+    check_prompts(path, fields, texts)
     check_grammars(fields)
-    if path == _RESPONSES:
-        check_conversation(fields.get("input"))
+    check_lists(fields, but=TEXTS)
 
 
 def _refuse_platform_fields(fields: Mapping[str, Any]) -> None:
     given = fields.get(_XARGS)
     extra = given if isinstance(given, dict) else {}
-    if fields.get(_KV_TRANSFER) is not None or extra.get(_KV_TRANSFER) is not None:
-        raise BadRequest(
-            f"{_KV_TRANSFER} is the platform's own channel to its engines; leave it out",
-            param=_KV_TRANSFER,
-        )
+    for name in PLATFORMS_OWN:
+        if fields.get(name) is not None or extra.get(name) is not None:
+            raise BadRequest(
+                f"{name} is the platform's own channel to its engines; leave it out", param=name
+            )
     for hint, instead in _HINTS.items():
         if hint in extra:
             raise BadRequest(f"{hint} is the platform's own; {instead}", param=hint)

@@ -14,7 +14,12 @@ from urllib.parse import urlsplit
 from loomserve.platform.base.errors import BadRequest
 
 # Where the endpoints have messages, or parts of one.
-_FIELDS = ("messages", "input")
+_FIELDS = (
+    *("messages", "input", "inputs", "query", "queries", "documents", "items"),
+    *("data_1", "data_2", "text_1", "text_2"),
+)
+# Links alone.
+_IMAGES = "images"
 # Each is a URL, or has one under "url".
 _LINKS = ("image_url", "audio_url", "video_url", "file_url", "source")
 _PARTS = ("content", "output")
@@ -29,8 +34,11 @@ def check_media(fields: Mapping[str, Any], hosts: Collection[str]) -> None:
     """
     for field in _FIELDS:
         given = fields.get(field)
-        if isinstance(given, list):
-            _check_parts(given, field, hosts)
+        if isinstance(given, list | dict):
+            _check_parts(given if isinstance(given, list) else [given], field, hosts)
+    images = fields.get(_IMAGES)
+    for link in images if isinstance(images, list) else ():
+        _check_link(link, _IMAGES, hosts)
 
 
 def _check_parts(parts: list[Any], field: str, hosts: Collection[str]) -> None:

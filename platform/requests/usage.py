@@ -25,6 +25,8 @@ class RequestUsage:
     """Computed in a time that no engine told, as where an answer was cut off."""
     answers: int = 0
     """Of which an engine has given a token."""
+    outputs: int = 0
+    """How many engines have given so far, also of answers that have not ended."""
     cut_off: bool = False
     """Whether an answer had an end that its model did not choose."""
     _prompts: set[str] = field(default_factory=set)

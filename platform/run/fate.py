@@ -24,9 +24,9 @@ def end_with_parent() -> None:
     end_with(parent.pid)
 
 
-def end_with(parent: int | None) -> None:
+def end_with(parent: int | None, how: signal.Signals = signal.SIGKILL) -> None:
     """The same of a process that was started in another way, by the process with this id."""
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, how)
     if os.getppid() != parent:
         # It ended before the kernel was asked.
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), how)

@@ -46,13 +46,21 @@ def end_run(
     """
     memory = RunMemory(run.memory)
     left = {*processes_of(run), *children}
-    memory.note(left)
-    for process in left:
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            process.kill()
-    psutil.wait_procs(left, timeout=_END_TIMEOUT_S)
+    # What cannot be looked at is killed all the same.
+    with contextlib.suppress(OSError):
+        memory.note(left)
+    _kill(left)
+    # Some had just started another.
+    _kill(processes_of(run))
     memory.remove(keep)
     run.clear()
+
+
+def _kill(processes: Collection[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            process.kill()
+    psutil.wait_procs(processes, timeout=_END_TIMEOUT_S)
 
 
 def _processes_of(path: str) -> Iterator[psutil.Process]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import threading
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
@@ -16,7 +15,6 @@ SHARED_MEMORY = Path("/dev/shm")
 # such as weights, is not the platform's to remove.
 _OWN = re.compile(r"psm_\w+|loomserve-ring-[^/]+|loomserve-\d+/\d+/arena")
 _QUEUE = "psm_"
-_POLL_S = 5.0
 
 
 class RunMemory:
@@ -56,7 +54,9 @@ class RunMemory:
         """Remove all that no process maps any more, and forget it."""
         self._remove({name for name in self._noted if self._folder / name not in keep})
         self._noted = {name for name in self._noted if (self._folder / name).exists()}
-        self._file.write_text("".join(f"{name}\n" for name in sorted(self._noted)))
+        # Another start may have removed what the same run had left.
+        with contextlib.suppress(FileNotFoundError):
+            self._file.write_text("".join(f"{name}\n" for name in sorted(self._noted)))
 
     def _remove(self, names: set[str]) -> None:
         left = {name for name in names if _OWN.fullmatch(name) and (self._folder / name).exists()}
@@ -70,16 +70,14 @@ class RunMemory:
                 path.unlink() if path.parent == self._folder else shutil.rmtree(path.parent)
 
 
-def watch_memory(memory: RunMemory, ended: threading.Event) -> None:
-    """Note what this process's descendants map, and remove what those that end leave."""
-    while not ended.wait(_POLL_S):
-        memory.note(psutil.Process().children(recursive=True))
-        memory.remove_queues()
-
-
 def mapped(pid: int, folder: Path) -> Iterator[str]:
-    """Names of files in shared memory that a process maps; none if it is another user's."""
-    with contextlib.suppress(OSError), Path(f"/proc/{pid}/maps").open() as lines:
+    """Names of files in shared memory that a process maps; none if it is another user's.
+
+    Raises:
+        OSError: it cannot be looked at now.
+    """
+    unseen = FileNotFoundError, ProcessLookupError, PermissionError
+    with contextlib.suppress(*unseen), Path(f"/proc/{pid}/maps").open() as lines:
         for line in lines:
             name = line.rstrip("\n").partition(f" {folder}/")[2]
             if name:

@@ -9,6 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+SCHEDULING = "scheduling"
+"""Key of these numbers in the statistics of an engine's KV connector."""
+
 # Metric, its labels, and its documentation; totals since the engine's start.
 TOTALS: Mapping[str, tuple[str, dict[str, str], str]] = {
     "swapped_out": ("preemptions", {"mode": "swap"}, "Requests that had to leave KV memory."),

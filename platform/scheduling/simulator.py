@@ -5,9 +5,9 @@ engine did what its policies say. The rules beside the policies are those of vLL
 step's tokens go to running requests first, in their order; one that gets no block preempts the last
 of them; waiting ones start while a place, tokens and blocks for all their tokens are left.
 
-Not modelled: a prefix cache, so that whatever is computed again is computed whole; tokens that are
-scheduled before the last ones are known (asynchronous scheduling, speculation); several kinds of KV
-cache in one model; clients that go away.
+Not modelled: blocks that requests share, so that whatever is computed again is computed whole;
+tokens that are scheduled before the last ones are known (asynchronous scheduling, speculation);
+several kinds of KV cache in one model.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class SimulatedRequest:
         max_tokens: Tokens that it may generate.
         deadline_s: Deadline by the clock of ``arrived_s``.
         expected: Prediction of ``output_tokens``; without it policies know ``max_tokens`` alone.
+        cached_tokens: Tokens of the prompt that are not computed when it first starts.
+        background: It runs only beside others, and makes way for them.
     """
 
     name: str
@@ -46,6 +48,8 @@ class SimulatedRequest:
     max_tokens: int
     deadline_s: float | None = None
     expected: Expected | None = None
+    cached_tokens: int = 0
+    background: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +197,7 @@ class _Progress:
             left=self.request.prompt_tokens + answer - self.computed,
             left_s=left_s,
             deadline_s=self.request.deadline_s,
+            background=self.request.background,
         )
 
 
@@ -212,12 +217,9 @@ class Simulator:
         self._costs = costs
         queue = policies.queue
         self._priority = QUEUES[queue] if isinstance(queue, str) else queue
-        self._coming = deque(
-            sorted(map(_Progress, requests), key=lambda one: one.request.arrived_s)
-        )
-        for one in self._coming:
-            if limits.blocks_for(one.most_tokens) > limits.blocks:
-                raise ValueError(f"{one.request.name} does not fit into {limits.blocks} blocks")
+        self._coming: deque[_Progress] = deque()
+        for request in sorted(requests, key=lambda one: one.arrived_s):
+            self.add(request)
         self._waiting: deque[_Progress] = deque()
         self._running: list[_Progress] = []
         self._free_blocks = limits.blocks
@@ -225,6 +227,17 @@ class Simulator:
         self._nothing_started = False
         self._past_answers = PastAnswers()
         self.times: dict[str, Times] = {}
+
+    def add(self, request: SimulatedRequest) -> None:
+        """Take in one more request, which comes no sooner than all others.
+
+        Raises:
+            ValueError: the engine's memory cannot hold it.
+        """
+        one = _Progress(request)
+        if self._limits.blocks_for(one.most_tokens) > self._limits.blocks:
+            raise ValueError(f"{request.name} does not fit into {self._limits.blocks} blocks")
+        self._coming.append(one)
 
     @property
     def due_s(self) -> float | None:
@@ -239,11 +252,14 @@ class Simulator:
             self._waiting.append(self._coming.popleft())
         self._sort(now)
         step = ScheduledStep(now)
+        if made_way := self._make_way(step):
+            self._sort(now)
         running, starting = self._allowed(now)
+        starting = [one for one in starting if one not in made_way]
         kept = set(running)
         sit_out = [one for one in self._running if one not in kept]
         left = self._go_on(step, running)
-        if not step.preempted:
+        if len(step.preempted) == len(made_way):
             self._start(step, running, starting, left)
         self._nothing_started = bool(sit_out) and not running
         self._running = sit_out + running
@@ -267,15 +283,29 @@ class Simulator:
         self._running = [one for one in self._running if one.request.name not in self.times]
 
     def _sort(self, now: float) -> None:
-        # vLLM's own order is first come, first served.
-        if self._policies.queue == "fcfs":
-            return
-
-        def key(one: _Progress) -> tuple[float, float, str]:
-            return -self._priority_of(one, now), one.request.arrived_s, one.request.name
+        def key(one: _Progress) -> tuple[object, ...]:
+            background = one.request.background
+            if self._policies.queue == "fcfs":
+                # vLLM's own order is first come, first served.
+                return (background,)
+            name, arrived_s = one.request.name, one.request.arrived_s
+            return background, -self._priority_of(one, now), arrived_s, name
 
         self._waiting = deque(sorted(self._waiting, key=key))
         self._running.sort(key=key)
+
+    def _make_way(self, step: ScheduledStep) -> list[_Progress]:
+        """Preempt background requests for others that wait; returns those."""
+        others = [one for one in self._waiting if not one.request.background]
+        made_way: list[_Progress] = []
+        while others and self._running and self._running[-1].request.background:
+            places = self._limits.running - len(self._running)
+            needed = self._limits.blocks_for(others[0].tokens + 1)
+            if places >= len(others) and self._free_blocks >= needed:
+                break
+            made_way.append(self._running.pop())
+            self._preempt(step, made_way[-1])
+        return made_way
 
     def _priority_of(self, one: _Progress, now: float) -> float:
         return self._priority(
@@ -403,6 +433,7 @@ class Simulator:
     def _come_back(self, step: ScheduledStep, one: _Progress) -> None:
         if one.started_s is None:
             one.started_s = step.start_s
+            one.computed = one.request.cached_tokens
         if one.left_by is not None:
             step.resumed[one.request.name] = one.left_by
         one.left_by = None

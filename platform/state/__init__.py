@@ -20,6 +20,7 @@ from loomserve.platform.state.load import (
     SchedulingState,
     WorkState,
 )
+from loomserve.platform.state.parsers import ChatParsers, ParserChoice
 from loomserve.platform.state.platform import (
     AdapterState,
     AliasState,
@@ -42,6 +43,7 @@ __all__ = [
     "BatchLaneState",
     "BatchState",
     "BorrowingState",
+    "ChatParsers",
     "DeviceState",
     "FootprintState",
     "KvModelState",
@@ -61,6 +63,7 @@ __all__ = [
     "NodeStatus",
     "OfflineModelState",
     "Pace",
+    "ParserChoice",
     "PlatformState",
     "Presence",
     "ReplicaLoad",

@@ -9,6 +9,7 @@ from pydantic import Field
 from loomserve.platform.state.base import StateModel
 from loomserve.platform.state.lending import BorrowingState
 from loomserve.platform.state.load import ReplicaLoad
+from loomserve.platform.state.parsers import ChatParsers
 from loomserve.platform.state.roles import Role
 
 
@@ -67,6 +68,7 @@ class ReplicaState(StateModel):
     pid: int = Field(description="Process of the replica.")
     engine_pid: int = Field(description="Process of its engine, which computes.")
     draining: bool = Field(description="True: it finishes its requests and takes no new ones.")
+    message: str = Field("", description="Why it ends, for a person; empty: it stays.")
     asleep: bool = Field(False, description="True: its engine has given memory back.")
     role: Role = Field(description="unified, prefill or decode.")
     in_flight: int = Field(description="Requests that gateways have open on it.")
@@ -110,6 +112,9 @@ class ModelState(StateModel):
     )
     placement: str = Field(
         "", description="Why it is there, for a person; empty: the configuration says where."
+    )
+    parsers: ChatParsers | None = Field(
+        None, description="What its tool calls and its reasoning are read by; null: not yet known."
     )
     replicas: tuple[ReplicaState, ...] = ()
     adapters: tuple[AdapterState, ...] = ()

@@ -23,6 +23,7 @@ from benchmarks.continuation_requests import Answer, Asked
 from loomserve.platform.access.keys import new_key
 from tests.cluster.nodes import Command, Node
 from tests.e2e.conftest import ENGINE, TOOLS, Platform
+from tests.waiting import PATIENCE_S
 
 MODEL = "smollm2-135m"
 PORT, RAY_PORT = 8000, 6379
@@ -35,7 +36,7 @@ _COMMAND = str(Path(sys.executable).parent / "loomserve")
 def until(
     holds: Callable[[], object], timeout_s: float, why_not: Callable[[], str] = lambda: ""
 ) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s + PATIENCE_S
     while not holds():
         if time.monotonic() > deadline:
             pytest.fail(f"not within {timeout_s:.0f} s\n{why_not()}")

@@ -1,4 +1,8 @@
-"""One running platform for all end-to-end tests: the command a user runs, with keys switched on."""
+"""A running platform for all end-to-end tests: the command a user runs, with keys switched on.
+
+There are two of it, with the same features: one whose engines compute, and one on simulated engines
+for what is claimed of the control plane.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,9 @@ import yaml
 from loomserve.platform.access.keys import new_key
 from loomserve.platform.base.files import replace_private
 from tests.e2e.traced import tracing
+from tests.forks import descendants, platforms_environment
 from tests.unit.platform.tracing.collector import Collector, grpc_collector
+from tests.waiting import PATIENCE_S
 
 START_TIMEOUT_S = 600
 LOOMSERVE = str(Path(sys.executable).parent / "loomserve")
@@ -108,6 +114,7 @@ ENGINE = {
     "dtype": "float32",
     "enable_prompt_tokens_details": True,
 }
+# What the platform chooses for the demo model by its template.
 TOOLS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 COLD_MODEL = {
     "name": COLD,
@@ -132,7 +139,7 @@ def platform_config(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
                 "devices": ["core0", "core1"],
                 "replicas": 2,
                 "kv_cache_memory": "256MiB",
-                "engine": {**ENGINE, **TOOLS},
+                "engine": ENGINE,
             },
             COLD_MODEL,
         ],
@@ -177,6 +184,19 @@ def platform_config(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
+def serving(*models: dict[str, Any]) -> Callable[[int, tuple[str, ...]], dict[str, Any]]:
+    """The shared platform's configuration with other models, and a key that may use all."""
+
+    def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
+        config = platform_config(port, hashes)
+        config["models"] = [*models]
+        config["server"]["api_keys"] = config["server"]["api_keys"][:1]
+        del config["batch"]
+        return config
+
+    return configured
+
+
 def server_section(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
     """Of a platform of a test's own: one key that may use all models, and a port for operators."""
     return {
@@ -199,15 +219,56 @@ def collector() -> Iterator[Collector]:
         yield collecting
 
 
+def simulated(model: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """The model without weights, and about as fast as the demo model on a core."""
+    return {**model, "source": "simulated", "simulated": {"step_ms": 20, **options}}
+
+
+def simulated_config(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
+    """The shared platform's, without weights."""
+    config = platform_config(port, hashes)
+    config["models"] = [simulated(model) for model in config["models"]]
+    del config["batch"]["offline_models"]
+    return config
+
+
 @pytest.fixture(scope="package")
-def platform(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
-        config = platform_config(port, hashes)
+def real_platform(
+    collector: Collector, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Platform]:
+    with shared(platform_config, collector, tmp_path_factory.mktemp("platform")) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def simulated_platform(
+    collector: Collector, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Platform]:
+    with shared(simulated_config, collector, tmp_path_factory.mktemp("simulated")) as running:
+        yield running
+
+
+@contextmanager
+def shared(
+    configured: Callable[[int, tuple[str, ...]], dict[str, Any]], collector: Collector, folder: Path
+) -> Iterator[Platform]:
+    def traced(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
+        config = configured(port, hashes)
         config["server"]["tracing"] = tracing(collector)
         return config
 
-    with started(tmp_path_factory.mktemp("platform"), configured) as running:
+    with started(folder, traced) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def platform(request: pytest.FixtureRequest) -> Platform:
+    """The one of all files that are marked ``simulated``, or of all others."""
+    is_simulated = request.node.get_closest_marker("simulated") is not None
+    found: Platform = request.getfixturevalue(
+        "simulated_platform" if is_simulated else "real_platform"
+    )
+    return found
 
 
 def stream(platform: Platform, model: str, prompt: str, tokens: int) -> str:
@@ -235,17 +296,35 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
+# When the process of tests is killed, the platform ends in good order. A function that Popen calls
+# in the child would have it forked with whatever threads of gRPC's hold there.
+_END_WITH_TESTS = """
+import os, signal, sys
+from loomserve.platform.run.fate import end_with
+end_with(int(sys.argv[1]), signal.SIGTERM)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
 @contextmanager
 def started(
-    folder: Path, configured: Callable[[int, tuple[str, ...]], dict[str, Any]]
+    folder: Path,
+    configured: Callable[[int, tuple[str, ...]], dict[str, Any]],
+    *,
+    fork: bool = True,
 ) -> Iterator[Platform]:
-    """A platform of its own, ready; ``configured`` gives its configuration for a port and keys."""
+    """A platform of its own, ready; ``configured`` gives its configuration for a port and keys.
+
+    With ``fork`` its fork server is forked where tests are, and has not its run's environment.
+    """
     keys = [new_key() for _ in range(4)]
     port = free_port()
     config = configured(port, tuple(digest for _, digest in keys))
     write_files(folder / "config.yaml", config)
     log = folder / "serve.log"
     command = [LOOMSERVE, "serve", str(folder / "config.yaml")]
+    command = [sys.executable, "-c", _END_WITH_TESTS, str(os.getpid()), *command]
+    forks = platforms_environment() if fork else {}
     with log.open("wb") as out:
         # In this session: Linux shares cores among sessions, and may let ours wait for seconds.
         process = subprocess.Popen(
@@ -254,7 +333,7 @@ def started(
             stderr=out,
             process_group=0,
             # It must not count what a user has set for Ray elsewhere.
-            env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+            env={**os.environ, **forks, "RAY_AUTH_MODE": "disabled"},
         )
     running = Platform(
         url=f"http://127.0.0.1:{port}",
@@ -270,12 +349,15 @@ def started(
         wait_ready(running, process)
         yield running
     finally:
-        children = running.process.children(recursive=True) if process.poll() is None else []
+        own = running.process.children(recursive=True) if process.poll() is None else []
+        forked = set(descendants(running.process)) - {*own} if own else set()
         process.send_signal(signal.SIGINT)
         try:
             process.wait(90)
         finally:
-            left = [child for child in children if lives(child)]
+            left = [child for child in own if lives(child)]
+            # They end with their fork server, and that with who stood in for it.
+            left += psutil.wait_procs(forked, PATIENCE_S)[1]
             for child in left:
                 child.kill()
             process.kill()

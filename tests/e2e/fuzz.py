@@ -26,6 +26,7 @@ _USUAL: Mapping[str, Mapping[str, Any]] = {
     "/v1/completions": {"prompt": "hello"},
     "/v1/responses": {"input": "hello"},
     "/v1/messages": {"messages": _HELLO},
+    "/v1/messages/count_tokens": {"messages": _HELLO},
     "/v1/embeddings": {"input": "hello"},
     "/v1/tokenize": {"prompt": "hello"},
     "/v1/detokenize": {"tokens": [1, 2, 3]},
@@ -255,7 +256,10 @@ class Requests:
 def _schemas() -> dict[str, Schema]:
     """Schemas of requests that an engine answers, by path."""
     # Here, since to import vLLM takes seconds, and no other test of the folder needs it.
-    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.anthropic.protocol import (
+        AnthropicCountTokensRequest,
+        AnthropicMessagesRequest,
+    )
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -267,6 +271,7 @@ def _schemas() -> dict[str, Schema]:
         "/v1/completions": _schema(CompletionRequest),
         "/v1/responses": _schema(ResponsesRequest),
         "/v1/messages": _schema(AnthropicMessagesRequest),
+        "/v1/messages/count_tokens": _schema(AnthropicCountTokensRequest),
         "/v1/embeddings": _schema(EmbeddingRequest),
         "/v1/tokenize": _schema(TokenizeRequest),
         "/v1/detokenize": _schema(DetokenizeRequest),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from loomserve.platform.requests.endpoints import ENDPOINTS
 from tests.e2e.conftest import HOT
 
 CHAT = "/v1/chat/completions"
@@ -393,10 +394,19 @@ UNTOKENS: dict[str, Fields] = {
 OTHERS: dict[str, tuple[str, Fields]] = {
     "embeddings": ("/v1/embeddings", {"input": "Hello"}),
     "embeddings_list": ("/v1/embeddings", {"input": ["Hello", "there"]}),
-    "score": ("/v1/score", {"queries": "Hello", "documents": ["there"]}),
-    "rerank": ("/v1/rerank", {"query": "Hello", "documents": ["there"]}),
-    "pooling": ("/pooling", {"input": "Hello"}),
+    "count": (f"{MESSAGES}/count_tokens", {"messages": HELLO, "system": "Be terse."}),
+    "render-chat": ("/v1/chat/completions/render", {"messages": HELLO, "max_tokens": 8}),
+    "render-text": ("/v1/completions/render", {"prompt": [STORY, "Hello"], "max_tokens": 8}),
+    "render-message": ("/v1/messages/render", {"messages": HELLO, "max_tokens": 8}),
 }
+_PAIR = {"query": "Hello", "queries": "Hello", "documents": ["there"]}
+_TEXTS = {"input": "Hello", "texts": ["Hello"]}
+OF_OTHER_MODELS = {
+    f"other{path}": Case(f"other{path}", path, {"model": HOT, **_PAIR, **_TEXTS})
+    for path, endpoint in ENDPOINTS.items()
+    if endpoint.is_form or (endpoint.computes and not endpoint.generates)
+}
+"""One for each endpoint that takes another model than the platform's."""
 
 
 def _cases() -> Iterator[Case]:
@@ -431,6 +441,7 @@ def _cases() -> Iterator[Case]:
     yield from _each("detokenize", DETOKENIZE, model, UNTOKENS)
     for name, (path, fields) in OTHERS.items():
         yield Case(name, path, {**model, **fields})
+    yield from OF_OTHER_MODELS.values()
 
 
 def _both(kind: str, path: str, base: Fields, table: Mapping[str, Fields]) -> Iterator[Case]:

@@ -12,16 +12,21 @@ from typing import Any
 import pytest
 
 from loomserve.platform.engine.hook_table import TESTED_VERSIONS
-from tests.e2e.conftest import COLD, COLD_MODEL, HOT, Platform
+from tests.e2e.conftest import COLD, COLD_MODEL, HOT, Platform, simulated
+from tests.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.simulated]
 
 
 def wait_for(
     what: Callable[[], bool], timeout_s: float, seen: Callable[[], object] | None = None
 ) -> None:
-    """Fail after ``timeout_s``, and tell what there is instead."""
-    deadline = time.monotonic() + timeout_s
+    """Fail if it does not come, and tell what there is instead.
+
+    Args:
+        timeout_s: how long it may take on a machine that has nothing else to do.
+    """
+    deadline = time.monotonic() + timeout_s + PATIENCE_S
     while not what():
         if time.monotonic() >= deadline:
             told = f"; there is {seen()}" if seen is not None else ""
@@ -158,7 +163,7 @@ def test_unload_lets_a_running_stream_finish_and_load_brings_the_model_back(
         assert texts, "the running request was cut"
         wait_for(lambda: model_state(platform, COLD) is None, 60)
         assert ask(platform, HOT)
-        assert admin.post("/admin/v1/models", json=COLD_MODEL).status_code == 202
+        assert admin.post("/admin/v1/models", json=simulated(COLD_MODEL)).status_code == 202
     wait_for(lambda: model_state(platform, COLD)["status"] == "ready", 240)
     assert ask(platform, COLD)
 
@@ -168,9 +173,12 @@ def test_a_model_that_cannot_start_says_why_and_can_be_removed(platform: Platfor
         "name": "broken",
         "source": "demo",
         "devices": ["core0"],
-        "engine": {"max_modell_len": 5},
+        # More than the model's own.
+        "engine": {"max_model_len": 10_000_000},
     }
     with platform.admin() as admin:
+        mistyped = {**model, "engine": {"max_modell_len": 5}}
+        assert admin.post("/admin/v1/models", json=mistyped).status_code == 400
         assert admin.post("/admin/v1/models", json=model).status_code == 202
         wait_for(lambda: model_state(platform, "broken")["status"] == "failed", 120)
         assert "max_model_len" in model_state(platform, "broken")["message"]
@@ -189,3 +197,23 @@ def test_a_model_can_be_scaled_down_and_up_while_it_serves(platform: Platform) -
         wait_for(lambda: len(model_state(platform, HOT)["replicas"]) == 2, 240)
     devices = [replica["device"] for replica in model_state(platform, HOT)["replicas"]]
     assert devices == ["core0", "core1"]
+
+
+def test_a_name_with_a_tag_is_a_name_like_others(platform: Platform) -> None:
+    name, path = "qwen2.5:7b", "/admin/v1/models/qwen2.5:7b"
+    with platform.admin() as admin:
+        body = {**simulated(COLD_MODEL), "name": name, "devices": ["core0"]}
+        assert admin.post("/admin/v1/models", json=body).status_code == 202
+        wait_for(lambda: model_state(platform, name)["status"] == "ready", 240)
+        assert ask(platform, name)
+        assert platform.client().models.retrieve(name).id == name
+        assert platform.metric("loomserve_route_decisions_total", model=name) > 0
+        assert admin.put(f"{path}/replicas", json={"replicas": 1}).status_code == 202
+        assert admin.put("/admin/v1/aliases/chat:latest", json={"models": {name: 1}}).is_success
+        assert ask(platform, "chat:latest")
+        assert admin.delete("/admin/v1/aliases/chat:latest").is_success
+        bad = admin.post("/admin/v1/models", json={**body, "name": ":7b"})
+        assert bad.status_code == 400
+        assert "is no name: use up to 127 letters" in bad.json()["error"]["message"]
+        assert admin.delete(path).status_code == 202
+    wait_for(lambda: model_state(platform, name) is None, 60)

@@ -19,7 +19,7 @@ from tests.e2e.test_batch import COMPLETIONS, ended, line, lines_of, submit
 from tests.e2e.test_failures import kill_controller
 from tests.e2e.test_kvstore import command
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.simulated]
 
 ALIAS = "chat"
 # Gateways promise about a second; the machine that tests may be busy.

@@ -14,11 +14,13 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.conftest import COLD, HOT, OFFLINE, Platform
+from tests.e2e.conftest import COLD, HOT, Platform
 from tests.e2e.test_admin import wait_for
 from tests.e2e.test_kvstore import command
+from tests.forks import descendants
+from tests.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.simulated]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ENDED = {"completed", "failed", "expired", "cancelled"}
@@ -61,7 +63,7 @@ def lines_of(client: openai.OpenAI, file_id: str | None) -> dict[str, dict[str, 
 
 def processes(platform: Platform, of: str) -> list[psutil.Process]:
     found = []
-    for child in platform.process.children(recursive=True):
+    for child in descendants(platform.process):
         with suppress(psutil.NoSuchProcess):
             if of in " ".join(child.cmdline()[:1]):
                 found.append(child)
@@ -71,11 +73,6 @@ def processes(platform: Platform, of: str) -> list[psutil.Process]:
 def lane_process(platform: Platform) -> psutil.Process:
     (lane,) = processes(platform, "BatchLane")
     return lane
-
-
-def offline_process(platform: Platform) -> psutil.Process:
-    (offline,) = processes(platform, "OfflineProcess")
-    return offline
 
 
 def test_a_batch_answers_good_lines_and_says_what_is_wrong_with_bad_ones(
@@ -189,14 +186,15 @@ def test_uploads_have_bounds(platform: Platform) -> None:
 
 def test_a_cancelled_batch_keeps_what_was_answered(platform: Platform) -> None:
     client = platform.client()
-    lines = [line(f"c-{n}", max_tokens=100, ignore_eos=True) for n in range(60)]
+    # More than are answered while the command starts, where others have the cores.
+    lines = [line(f"c-{n}", max_tokens=100, ignore_eos=True) for n in range(900)]
     batch_id = submit(client, lines)
     wait_for(lambda: shown(platform, batch_id)["in_flight"] > 0, 30)
     assert "being cancelled" in command(platform, "batch", "cancel", batch_id)
     batch = ended(client, batch_id)
     assert batch.status == "cancelled"
     good, bad = (lines_of(client, name) for name in (batch.output_file_id, batch.error_file_id))
-    assert len(good) + len(bad) == 60
+    assert len(good) + len(bad) == len(lines)
     assert {one["error"]["code"] for one in bad.values()} == {"batch_cancelled"}
     with pytest.raises(openai.ConflictError, match="cancelled"):
         client.batches.cancel(batch_id)
@@ -210,68 +208,23 @@ def test_a_killed_lane_goes_on_where_it_was_and_online_requests_do_not_notice(
     lines = [line(f"k-{n}", max_tokens=16, ignore_eos=True) for n in range(40)]
     batch_id = submit(client, lines)
     wait_for(lambda: client.batches.retrieve(batch_id).request_counts.completed > 5, 60)
-    lane, offline = lane_process(platform), offline_process(platform)
+    lane = lane_process(platform)
     lane.kill()
     began = time.monotonic()
     client.chat.completions.create(**line("online")["body"])
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < PATIENCE_S
     batch = again(lambda: ended(client, batch_id))
     assert lane_process(platform).pid != lane.pid
     assert batch.status == "completed"
     assert set(lines_of(client, batch.output_file_id)) == {one["custom_id"] for one in lines}
     assert batch.id in command(platform, "batch", "show", batch.id)
-    # The process of its offline model ends with the lane, and the next lane has its own.
-    wait_for(lambda: not offline.is_running(), 30)
-    wait_for(lambda: len(processes(platform, "OfflineProcess")) == 1, 60)
     assert platform.metric("loomserve_batch_up") == 1
     assert platform.metric("loomserve_batch_batches", status="completed") >= 1
 
 
-def test_an_offline_model_answers_them_although_its_process_is_killed(
-    platform: Platform,
-) -> None:
-    client = platform.client()
-    lines = [line(f"s-{n}", model=OFFLINE, max_tokens=4 + n) for n in range(12)]
-    lines += [line("other-model"), line("bad", model=OFFLINE, logprobs=True)]
-    batch_id = submit(client, lines)
-    wait_for(lambda: shown(platform, batch_id)["completed"] > 0, 120)
-    offline_process(platform).kill()
-    batch = ended(client, batch_id, 240)
-    assert (batch.status, batch.request_counts.completed) == ("completed", 13)
-    good = lines_of(client, batch.output_file_id)
-    assert set(good) == {f"s-{n}" for n in range(12)} | {"other-model"}
-    online = client.chat.completions.create(**line("s-1")["body"])
-    body = good["s-1"]["response"]["body"]
-    assert (body["object"], body["model"]) == ("chat.completion", OFFLINE)
-    assert body["usage"]["prompt_tokens"] == (online.usage and online.usage.prompt_tokens)
-    first_words = [
-        text.split()[0]
-        for text in (
-            body["choices"][0]["message"]["content"],
-            online.choices[0].message.content or "",
-        )
-    ]
-    assert first_words[0] == first_words[1]
-    (bad,) = lines_of(client, batch.error_file_id).values()
-    assert bad["response"]["status_code"] == 400
-    assert bad["response"]["body"]["error"]["param"] == "logprobs"
-    with pytest.raises(openai.NotFoundError, match="batches only"):
-        client.chat.completions.create(**line("online", model=OFFLINE)["body"])
-
-
-def test_a_cancelled_batch_of_such_a_model_makes_way_at_once(platform: Platform) -> None:
-    client = platform.client()
-    long = {"model": OFFLINE, "max_tokens": 600, "ignore_eos": True}
-    first = submit(client, [line("long", **long)])
-    wait_for(lambda: shown(platform, first)["in_flight"] > 0, 60)
-    client.batches.cancel(first)
-    assert ended(client, first).status == "cancelled"
-    assert ended(client, submit(client, [line("short", model=OFFLINE)])).status == "completed"
-
-
 def again(ask: Callable[[], Any]) -> Any:
     """What is answered once the lane is back."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while True:
         try:
             return ask()

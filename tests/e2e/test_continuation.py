@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,15 +24,17 @@ from tests.e2e.conftest import HOT, Platform
 from tests.e2e.test_admin import model_state, wait_for
 from tests.e2e.test_batch import COMPLETIONS, ended, line, lines_of, submit
 from tests.e2e.test_failures import engine_process
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 
 REQUESTS = 11
 """One of each kind."""
-TOKENS = 80
+TOKENS = 64
 LONG_TOKENS = 900
 LONG_REQUESTS = 4
 STOPPED_S = 5.0
+BUSY_STOPPED_S = 20.0
 BACK_S = 240.0
 CONTINUED = "loomserve_continued_requests_total"
 PAUSES = "loomserve_continuation_pause_seconds"
@@ -45,7 +50,7 @@ def running(platform: Platform, asked: Sequence[Asked]) -> Iterator[Load]:
     try:
         yield load
     finally:
-        thread.join(300)
+        thread.join(900)
     assert load.ended.is_set()
     assert [one.lost for one in load.answers if one.lost] == []
 
@@ -57,7 +62,7 @@ def answers(platform: Platform, asked: Sequence[Asked]) -> list[Answer]:
 
 
 def reach(load: Load, tokens: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not load.half_have(tokens):
         assert time.monotonic() < deadline, "no tokens came"
         time.sleep(_LOOK_S)
@@ -103,6 +108,7 @@ def expected(platform: Platform, asked: list[Asked]) -> list[Answer]:
     return answers(platform, asked)
 
 
+@pytest.mark.claim("continuation")
 @pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 40])
 def test_an_engine_is_killed(
     platform: Platform, asked: list[Asked], expected: list[Answer], at: int
@@ -139,6 +145,40 @@ def test_an_engine_is_stopped_for_a_while_and_goes_on(
     wait_for(lambda: not in_flight(platform)[stopped["id"]], 10)
     assert differences(expected, answers(platform, asked)) == {}
     assert stopped["id"] in in_flight(platform)
+
+
+@contextmanager
+def busy_machine() -> Iterator[None]:
+    """Beside six loops a core."""
+    loops = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(6 * (os.cpu_count() or 1))
+    ]
+    try:
+        yield
+    finally:
+        for one in loops:
+            one.kill()
+            one.wait()
+
+
+@pytest.mark.slow
+def test_an_engine_is_killed_and_one_stopped_on_a_busy_machine(
+    platform: Platform, asked: list[Asked], expected: list[Answer]
+) -> None:
+    with busy_machine():
+        with running(platform, asked) as load:
+            reach(load, 20)
+            engine = engine_process(busiest(platform))
+            engine.suspend()
+            time.sleep(BUSY_STOPPED_S)
+            engine.resume()
+        assert differences(expected, load.answers) == {}
+        with running(platform, asked) as load:
+            reach(load, 20)
+            gone = kill_engine(platform)
+        assert differences(expected, load.answers) == {}
+    wait_for(lambda: back_without(platform, gone), BACK_S)
 
 
 @pytest.mark.slow

@@ -13,11 +13,13 @@ import pytest
 
 from loomserve.kvstore.server.options import arena_path
 from loomserve.platform.base.loopback import is_loopback
+from loomserve.platform.run import guard
 from loomserve.platform.run.folder import RUN_VARIABLE
 from loomserve.platform.run.shared_memory import SHARED_MEMORY
 from tests.e2e.conftest import Platform
+from tests.forks import descendants, in_the_place_of
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.simulated]
 
 # As nobody, after all names have been read from the standard input.
 TRY_ALL = """
@@ -43,12 +45,21 @@ print("tried", len(paths))
 
 
 def processes(platform: Platform) -> list[psutil.Process]:
-    return platform.process.children(recursive=True)
+    return descendants(platform.process)
 
 
 def environments(platform: Platform) -> list[dict[str, str]]:
-    """Of the run's processes: one of Python's own was there before it."""
-    found = [one.environ() for one in processes(platform)]
+    """Of the run's processes: one of Python's own was there before it, and its guard is none.
+
+    What tests' own process has forked shows that one's environment, whatever it has itself.
+    """
+    forked = [in_the_place_of(one) for one in processes(platform)]
+    others = {each for one in forked if one is not None for each in (one, *one.children(True))}
+    found = [
+        one.environ()
+        for one in processes(platform)
+        if one not in others and guard.__name__ not in one.cmdline()
+    ]
     of_run = [each for each in found if RUN_VARIABLE in each]
     assert len(of_run) >= len(found) - 1
     return of_run
@@ -60,9 +71,11 @@ def run_folder(platform: Platform) -> Path:
 
 
 def shared_memory(platform: Platform) -> set[Path]:
-    """Without what stores of other platforms may have left, which are of other ports."""
+    """Without what stores of other platforms may have left, which are of other ports, and what
+    tests make."""
     store = arena_path(int(platform.url.rpartition(":")[2])).parent
     others = {path for path in store.parent.iterdir() if path != store}
+    others.update(SHARED_MEMORY.glob("loomserve-test-*"))
     return {
         path
         for path in SHARED_MEMORY.rglob("*")

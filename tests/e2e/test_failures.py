@@ -10,13 +10,16 @@ import openai
 import psutil
 import pytest
 
+from loomserve.platform.engine.process.policy.silence import WEDGED_S
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
-from tests.e2e.conftest import COLD, COLD_MODEL, HOT, Platform
+from tests.e2e.conftest import COLD, COLD_MODEL, HOT, Platform, simulated
 from tests.e2e.test_admin import ask, model_state, wait_for
 from tests.e2e.traced import Traced, events, told
+from tests.forks import descendants
 from tests.unit.platform.tracing.collector import Collector
+from tests.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.simulated]
 
 CONTROLLER_BACK_S = 30
 ORPHANS_END_S = 15
@@ -77,8 +80,26 @@ def test_a_killed_only_engine_holds_its_stream_until_another_comes_and_not_for_e
         assert completed == 160
     else:
         assert "no replica" in str(error)
-        assert REROUTE_S - 1 < time.monotonic() - began < REROUTE_S + 15
+        assert REROUTE_S - 1 < time.monotonic() - began < REROUTE_S + PATIENCE_S
     wait_for(lambda: replica["id"] not in replica_ids(platform, COLD), 60)
+    wait_for(lambda: model_state(platform, COLD)["status"] == "ready", 240)
+    assert ask(platform, COLD)
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_stopped_for_ever_is_killed_and_another_answers(
+    platform: Platform,
+) -> None:
+    assert ask(platform, COLD)
+    (replica,) = model_state(platform, COLD)["replicas"]
+    engine = engine_process(replica)
+    engine.suspend()
+    wait_for(lambda: not engine.is_running(), WEDGED_S)
+    wait_for(lambda: replica["id"] not in replica_ids(platform, COLD), 60)
+    with platform.admin() as admin:
+        said = admin.get("/admin/v1/events").raise_for_status().json()["events"]
+    why = f"replica {replica['id']} kills its engine: its process is stopped"
+    assert any(each["model"] == COLD and each["why"].startswith(why) for each in said)
     wait_for(lambda: model_state(platform, COLD)["status"] == "ready", 240)
     assert ask(platform, COLD)
 
@@ -140,7 +161,7 @@ def kill_controller(platform: Platform) -> None:
     def controllers() -> set[int]:
         return {
             process.pid
-            for process in platform.process.children(recursive=True)
+            for process in descendants(platform.process)
             if "loomserve-controller" in command_line(process)
         }
 
@@ -168,7 +189,7 @@ def test_an_unload_during_which_the_controller_dies_is_carried_out(platform: Pla
         kill_controller(platform)
         assert model_state(platform, COLD) is None, "it stays unloaded"
         assert ask(platform, HOT)
-        admin.post("/admin/v1/models", json=COLD_MODEL).raise_for_status()
+        admin.post("/admin/v1/models", json=simulated(COLD_MODEL)).raise_for_status()
         # The wish outlives the controller before Serve knows of the model.
         kill_controller(platform)
     wait_for(lambda: model_state(platform, COLD)["status"] == "ready", 240)

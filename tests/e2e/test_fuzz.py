@@ -11,8 +11,9 @@ import pytest
 
 from tests.e2e.conftest import HOT, Platform
 from tests.e2e.fuzz import Requests, Sent
+from tests.forks import descendants
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.simulated]
 SEED = "loomserve"
 MANY = 10_000
 FEW = 500
@@ -22,7 +23,7 @@ FEW = 500
 def engines(platform: Platform) -> set[int]:
     return {
         child.pid
-        for child in platform.process.children(recursive=True)
+        for child in descendants(platform.process)
         if "EngineCore" in " ".join(child.cmdline())
     }
 
@@ -45,8 +46,10 @@ def failure(client: httpx.Client, sent: Sent) -> str | None:
     if "text/event-stream" in answer.headers.get("content-type", ""):
         for line in answer.text.splitlines():
             data = line.removeprefix("data: ")
-            if data.startswith('{"error"') and json.loads(data)["error"]["type"] == "server_error":
-                return data
+            if data.startswith(('{"error"', '{"type": "error"')):
+                kind = json.loads(data)["error"]["type"]
+                if kind in ("server_error", "api_error"):
+                    return data
     return None
 
 

@@ -18,6 +18,7 @@ import yaml
 from loomserve.platform.run.folder import RUN_VARIABLE
 from loomserve.platform.run.shared_memory import SHARED_MEMORY, mapped
 from tests.e2e.conftest import ENGINE, HOT, LOOMSERVE, free_port
+from tests.waiting import within
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -32,7 +33,7 @@ def _whole_again() -> None:
     """In the place of the shared platform's, which these tests do without."""
 
 
-def write_config(folder: Path) -> tuple[Path, int]:
+def write_config(folder: Path, drain_timeout_s: float = 5) -> tuple[Path, int]:
     port = free_port()
     config = {
         "devices": [{"name": "core0", "kind": "cpu", "cores": [0]}],
@@ -46,7 +47,7 @@ def write_config(folder: Path) -> tuple[Path, int]:
             }
         ],
         "kvstore": {"memory": "64MiB"},
-        "server": {"port": port, "drain_timeout_s": 5},
+        "server": {"port": port, "drain_timeout_s": drain_timeout_s},
     }
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -127,18 +128,34 @@ def test_a_platform_that_is_stopped_while_it_starts_ends_well(
     assert log.read_text().endswith("stopped\n")
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_of_a_command_that_was_ended(how: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "forks_first"),
+    [
+        (signal.SIGINT, False),
+        (signal.SIGTERM, False),
+        (signal.SIGHUP, False),
+        (signal.SIGKILL, False),
+        (signal.SIGKILL, True),
+    ],
+)
+def test_nothing_is_left_of_a_command_that_was_ended(
+    how: signal.Signals, forks_first: bool, tmp_path: Path
+) -> None:
     config, port = write_config(tmp_path)
     with started(config, ready(port)) as command:
         children = command.children(recursive=True)
         memory = memory_of(children)
         (run,) = {run_of(child) for child in children} - {None}
         assert {path.name for path in memory} >= {"arena"}
+        if forks_first:
+            # What it has forked has another parent then.
+            (forks,) = (one for one in children if one.cmdline()[:1] == ["VLLM::ForkServer"])
+            forks.kill()
         command.send_signal(how)
         ended = ENDED_S if how is signal.SIGKILL else STOPPED_S
         assert psutil.wait_procs([command, *children], timeout=ended)[1] == []
-    assert of_run(run) == []
+    assert run is not None
+    within(ENDED_S, lambda: of_run(run) == [] and not Path(run, "sockets").exists())
     if how is signal.SIGKILL:
         # Of the same port, so it goes on with the store's arena until it stops.
         with started(config, lambda process: len(process.children(recursive=True)) > 3):
@@ -160,6 +177,30 @@ def test_a_command_whose_ray_has_ended_says_so_and_ends(daemon: str, tmp_path: P
     said = (tmp_path / "serve.log").read_text()
     assert f"Ray's {daemon} has ended" in said
     assert "requests may finish" not in said
+
+
+@pytest.mark.parametrize(("ends", "status"), [("SIGHUP", 0), ("gcs_server", 2)])
+def test_a_stream_ends_before_the_platform_does(ends: str, status: int, tmp_path: Path) -> None:
+    config, port = write_config(tmp_path, drain_timeout_s=600)
+    asked = {"model": HOT, "prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with started(config, ready(port)) as command:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        with httpx.stream("POST", url, json=asked, timeout=600) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            if ends == "SIGHUP":
+                command.send_signal(signal.SIGHUP)
+            else:
+                (daemon,) = (one for one in command.children() if one.name() == ends)
+                daemon.kill()
+            data = [line for line in lines if line]
+        assert data[-1] == "data: [DONE]"
+        assert len(data) > 100
+        assert command.wait(600) == status
+    said = (tmp_path / "serve.log").read_text()
+    assert "Traceback" not in said
+    if ends == "gcs_server":
+        assert said.index("Ray's gcs_server has ended") < said.index("stopped")
 
 
 def test_a_signal_to_all_processes_at_once_ends_them(tmp_path: Path) -> None:

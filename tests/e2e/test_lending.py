@@ -15,8 +15,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.conftest import ENGINE, LOOMSERVE, Platform
+from tests.e2e.conftest import ENGINE, LOOMSERVE, Platform, serving, started
 from tests.e2e.test_admin import model_state, wait_for
+from tests.forks import descendants
 
 pytestmark = pytest.mark.e2e
 
@@ -40,22 +41,13 @@ HOT_MODEL = {
     "lending": {"borrow_memory": "192MiB", "lenders": [LENDER], "patience_ms": 2000},
 }
 PROMPTS = [f"Tale {number}. " + "Once upon a time there was a fox. " * 12 for number in range(12)]
-TOKENS = 120
+TOKENS = 80
 
 
 @pytest.fixture(scope="module")
-def lending(platform: Platform) -> Platform:
-    serve_instead(platform, COLD_MODEL, HOT_MODEL)
-    return platform
-
-
-def serve_instead(platform: Platform, *models: dict[str, Any]) -> None:
-    """Serve these models instead of those that there are, for which there is no memory.
-
-    The platform's own do not come back, so files that call it are a group of their own
-    (``tests.groups``).
-    """
-    replace_models(platform, {model["name"] for model in platform.state()["models"]}, *models)
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    with started(tmp_path_factory.mktemp("lending"), serving(COLD_MODEL, HOT_MODEL)) as running:
+        yield running
 
 
 def replace_models(platform: Platform, gone: Collection[str], *models: dict[str, Any]) -> None:
@@ -131,91 +123,92 @@ def broken(platform: Platform) -> float:
 
 
 @pytest.fixture(scope="module")
-def alone(lending: Platform) -> list[str]:
+def alone(platform: Platform) -> list[str]:
     """What the borrower answers while it borrows nothing."""
-    switch(lending, False)
-    wait_for(lambda: not loans(lending), 90)
+    switch(platform, False)
+    wait_for(lambda: not loans(platform), 90)
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        answers = list(pool.map(lambda prompt: answer(lending, prompt), PROMPTS))
-    switch(lending, True)
+        answers = list(pool.map(lambda prompt: answer(platform, prompt), PROMPTS))
+    switch(platform, True)
     return answers
 
 
-def test_a_loan_is_opened_by_itself_and_seen_on_both_sides(lending: Platform) -> None:
-    loan = wait_for_loan(lending)
+def test_a_loan_is_opened_by_itself_and_seen_on_both_sides(platform: Platform) -> None:
+    loan = wait_for_loan(platform)
     assert (loan["borrower"], loan["lender"], loan["draining"]) == (BORROWER, LENDER, False)
-    wait_for(lambda: bool(lending_state(lending)["lent"]), 10)
-    (lent,) = lending_state(lending)["lent"]
+    wait_for(lambda: bool(lending_state(platform)["lent"]), 10)
+    (lent,) = lending_state(platform)["lent"]
     assert (lent["name"], lent["borrower"]) == (loan["name"], BORROWER)
     assert lent["blocks"] > 0
-    assert lending.metric("loomserve_lending_borrowed_blocks", model=BORROWER, lender=LENDER) > 0
-    assert lending.metric("loomserve_lending_lent_blocks", model=LENDER, borrower=BORROWER) > 0
-    (replica,) = model_state(lending, BORROWER)["replicas"]
+    assert platform.metric("loomserve_lending_borrowed_blocks", model=BORROWER, lender=LENDER) > 0
+    assert platform.metric("loomserve_lending_lent_blocks", model=LENDER, borrower=BORROWER) > 0
+    (replica,) = model_state(platform, BORROWER)["replicas"]
     assert [each["name"] for each in replica["borrowing"]["loans"]] == [loan["name"]]
 
 
+@pytest.mark.claim("lending")
 def test_answers_are_the_same_with_and_without_a_lender(
-    lending: Platform, alone: list[str]
+    platform: Platform, alone: list[str]
 ) -> None:
-    wait_for_loan(lending)
-    tasks = lending.metric("loomserve_lending_tasks_total", model=BORROWER)
-    with streaming(lending) as answers:
+    wait_for_loan(platform)
+    tasks = platform.metric("loomserve_lending_tasks_total", model=BORROWER)
+    with streaming(platform) as answers:
         assert answers() == alone
-    wait_for(lambda: lending.metric("loomserve_lending_tasks_total", model=BORROWER) > tasks, 10)
-    wait_for(lambda: loans(lending)[0]["tasks"] > 0, 10)
-    loan = loans(lending)[0]
+    wait_for(lambda: platform.metric("loomserve_lending_tasks_total", model=BORROWER) > tasks, 10)
+    wait_for(lambda: loans(platform)[0]["tasks"] > 0, 10)
+    loan = loans(platform)[0]
     assert 0 < loan["wait_mean_us"] <= loan["wait_max_us"]
     assert 0 < loan["wait_share"] < 1
 
 
 @pytest.mark.slow
 def test_a_loan_that_is_drained_lets_its_requests_finish(
-    lending: Platform, alone: list[str]
+    platform: Platform, alone: list[str]
 ) -> None:
-    name = wait_for_loan(lending)["name"]
-    before = broken(lending)
-    with streaming(lending) as answers:
-        with lending.admin() as admin:
+    name = wait_for_loan(platform)["name"]
+    before = broken(platform)
+    with streaming(platform) as answers:
+        with platform.admin() as admin:
             path = f"/admin/v1/lending/loans/{name}/drain"
             assert admin.post(path).status_code == 202
         assert answers() == alone
-    wait_for(lambda: name not in {loan["name"] for loan in loans(lending)}, 90)
-    wait_for(lambda: not lending_state(lending)["lent"], 10)
-    assert broken(lending) == before
+    wait_for(lambda: name not in {loan["name"] for loan in loans(platform)}, 90)
+    wait_for(lambda: not lending_state(platform)["lent"], 10)
+    assert broken(platform) == before
 
 
 @pytest.mark.slow
 def test_a_lender_that_is_killed_costs_no_answer_and_lends_again(
-    lending: Platform, alone: list[str]
+    platform: Platform, alone: list[str]
 ) -> None:
-    name = wait_for_loan(lending)["name"]
-    before = broken(lending)
-    (replica,) = model_state(lending, LENDER)["replicas"]
-    with streaming(lending) as answers:
+    name = wait_for_loan(platform)["name"]
+    before = broken(platform)
+    (replica,) = model_state(platform, LENDER)["replicas"]
+    with streaming(platform) as answers:
         psutil.Process(replica["engine_pid"]).kill()
         assert answers() == alone
-    wait_for(lambda: broken(lending) == before + 1, 10)
-    wait_for(lambda: status(lending, LENDER) == "ready", 240)
-    assert wait_for_loan(lending)["name"] != name
+    wait_for(lambda: broken(platform) == before + 1, 10)
+    wait_for(lambda: status(platform, LENDER) == "ready", 240)
+    assert wait_for_loan(platform)["name"] != name
 
 
 @pytest.mark.slow
 def test_a_borrower_that_is_killed_gives_back_what_it_had_and_borrows_again(
-    lending: Platform, alone: list[str]
+    platform: Platform, alone: list[str]
 ) -> None:
-    name = wait_for_loan(lending)["name"]
-    (before,) = model_state(lending, BORROWER)["replicas"]
+    name = wait_for_loan(platform)["name"]
+    (before,) = model_state(platform, BORROWER)["replicas"]
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         # They end with their engine, one way or another.
         for prompt in PROMPTS:
-            pool.submit(answer, lending, prompt)
-        wait_for(lambda: any(loan["requests"] for loan in loans(lending)), 60)
+            pool.submit(answer, platform, prompt)
+        wait_for(lambda: any(loan["requests"] for loan in loans(platform)), 60)
         psutil.Process(before["engine_pid"]).kill()
-        wait_for(lambda: name not in {lent["name"] for lent in lending_state(lending)["lent"]}, 60)
-    wait_for(lambda: replica_id(lending, BORROWER) not in {None, before["id"]}, 240)
-    wait_for(lambda: status(lending, BORROWER) == "ready", 240)
-    assert wait_for_loan(lending)["name"] != name
-    assert answer(lending, PROMPTS[0]) == alone[0]
+        wait_for(lambda: name not in {lent["name"] for lent in lending_state(platform)["lent"]}, 60)
+    wait_for(lambda: replica_id(platform, BORROWER) not in {None, before["id"]}, 240)
+    wait_for(lambda: status(platform, BORROWER) == "ready", 240)
+    assert wait_for_loan(platform)["name"] != name
+    assert answer(platform, PROMPTS[0]) == alone[0]
 
 
 def replica_id(platform: Platform, name: str) -> str | None:
@@ -226,18 +219,18 @@ def replica_id(platform: Platform, name: str) -> str | None:
 
 @pytest.mark.slow
 def test_a_pair_that_is_switched_off_has_its_loan_drained_and_gets_no_other(
-    lending: Platform, alone: list[str]
+    platform: Platform, alone: list[str]
 ) -> None:
-    wait_for_loan(lending)
-    with streaming(lending) as answers:
-        switch(lending, False)
+    wait_for_loan(platform)
+    with streaming(platform) as answers:
+        switch(platform, False)
         assert answers() == alone
-    wait_for(lambda: not loans(lending), 90)
+    wait_for(lambda: not loans(platform), 90)
     time.sleep(8)  # reports have gone round, and a loan would be there
-    assert not loans(lending)
-    assert [pair["enabled"] for pair in lending_state(lending)["pairs"]] == [False]
-    switch(lending, True)
-    wait_for_loan(lending)
+    assert not loans(platform)
+    assert [pair["enabled"] for pair in lending_state(platform)["pairs"]] == [False]
+    switch(platform, True)
+    wait_for_loan(platform)
 
 
 def admin_plans(platform: Platform, *words: str) -> str:
@@ -273,10 +266,10 @@ def a_move(platform: Platform, **of: object) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def measured(lending: Platform) -> Platform:
+def measured(platform: Platform) -> Platform:
     """With everything seen that plans are made of."""
-    profile_devices(lending)
-    return lending
+    profile_devices(platform)
+    return platform
 
 
 def profile_devices(platform: Platform) -> None:
@@ -353,27 +346,38 @@ def test_a_plan_that_is_aborted_under_way_is_taken_back(
     assert not lending_state(measured)["pairs"][0]["limits"]
 
 
-def test_heads_go_and_come_home_by_plans_while_streams_go_on(
-    measured: Platform, alone: list[str]
+@pytest.mark.parametrize(
+    ("kind", "amount"),
+    [
+        pytest.param("heads", 1, marks=pytest.mark.claim("heads")),
+        pytest.param("layers", 10, marks=pytest.mark.claim("layers")),
+    ],
+)
+def test_parts_go_and_come_home_by_plans_while_streams_go_on(
+    measured: Platform, alone: list[str], kind: str, amount: int
 ) -> None:
-    own = own_blocks(measured)
+    own, before = own_blocks(measured), moves_done(measured, kind)
     wait_for_loan(measured)
     with streaming(measured) as answers:
-        plan = carry_out(measured, a_move(measured, kind="heads", amount=1))
+        plan = carry_out(measured, a_move(measured, kind=kind, amount=amount))
         wait_for(lambda: parts(measured) == ["away"], 60)
         assert answers() == alone
     more = own_blocks(measured)
     # One plan at a time, and this one is measured yet.
     wait_for(lambda: plan_status(measured, plan)[0] == "done", 120)
-    with asking(measured) as answers:
-        plan = carry_out(measured, a_move(measured, kind="heads", amount=1, back=True))
-        assert answers() == alone
+    with asking(measured, PROMPTS[:6]) as answers:
+        plan = carry_out(measured, a_move(measured, kind=kind, amount=amount, back=True))
+        assert answers() == alone[:6]
     wait_for(lambda: not parts(measured), 60)
     wait_for(lambda: plan_status(measured, plan)[0] == "done", 120)
     assert own_blocks(measured) == own < more
-    events = get(measured, "rebalancing/events")["events"]
+    assert moves_done(measured, kind) == before + 2
+
+
+def moves_done(platform: Platform, kind: str) -> int:
+    events = get(platform, "rebalancing/events")["events"]
     done = [each["action"] for each in events if each["kind"] == "done"]
-    assert sum(action.get("kind") == "heads" for action in done) == 2
+    return sum(action.get("kind") == kind for action in done)
 
 
 def own_blocks(platform: Platform) -> int:
@@ -402,7 +406,7 @@ def test_the_controller_is_switched_and_remembers_over_its_restart(measured: Pla
     admin_plans(measured, "pause")
     (controller,) = (
         process
-        for process in measured.process.children(recursive=True)
+        for process in descendants(measured.process)
         if "loomserve-controller" in " ".join(process.cmdline())
     )
     controller.kill()
@@ -424,9 +428,9 @@ def remembered(platform: Platform) -> tuple[str, bool, str | None] | None:
     return state["mode"], state["paused"], state["problem"]
 
 
-def test_what_cannot_be_done_is_said_with_what_there_is(lending: Platform) -> None:
-    name = wait_for_loan(lending)["name"]
-    with lending.admin() as admin:
+def test_what_cannot_be_done_is_said_with_what_there_is(platform: Platform) -> None:
+    name = wait_for_loan(platform)["name"]
+    with platform.admin() as admin:
         pair = admin.put(f"/admin/v1/lending/pairs/{LENDER}/{BORROWER}", json={"enabled": False})
         assert pair.status_code == 404
         assert f"{BORROWER}/{LENDER}" in pair.json()["error"]["message"]
@@ -442,14 +446,14 @@ def test_what_cannot_be_done_is_said_with_what_there_is(lending: Platform) -> No
 
 @pytest.mark.slow
 def test_a_lender_that_is_unloaded_ends_its_loans_first(
-    lending: Platform, alone: list[str]
+    platform: Platform, alone: list[str]
 ) -> None:
-    wait_for_loan(lending)
-    before = broken(lending)
-    with streaming(lending) as answers:
-        with lending.admin() as admin:
+    wait_for_loan(platform)
+    before = broken(platform)
+    with streaming(platform) as answers:
+        with platform.admin() as admin:
             path = f"/admin/v1/models/{LENDER}"
             admin.delete(path, params={"timeout_s": 300}).raise_for_status()
         assert answers() == alone
-    wait_for(lambda: status(lending, LENDER) is None, 90)
-    assert broken(lending) == before
+    wait_for(lambda: status(platform, LENDER) is None, 90)
+    assert broken(platform) == before

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.continuation import differences
 from benchmarks.continuation_requests import Answer, Asked, mixture, with_stop_strings
-from tests.e2e.conftest import ENGINE, TOOLS, Platform
+from tests.e2e.conftest import ENGINE, TOOLS, Platform, serving, started
 from tests.e2e.test_admin import model_state, wait_for
 from tests.e2e.test_continuation import BACK_S, CONTINUED, REQUESTS, answers, reach, running
 from tests.e2e.test_failures import engine_process
@@ -28,7 +28,6 @@ from tests.e2e.test_lending import (
     parts,
     plan_status,
     profile_devices,
-    serve_instead,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -48,22 +47,22 @@ TWO_BORROWERS = {
 
 
 @pytest.fixture(scope="module")
-def lending(platform: Platform) -> Platform:
-    serve_instead(platform, COLD_MODEL, TWO_BORROWERS)
-    profile_devices(platform)
-    return platform
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    with started(tmp_path_factory.mktemp("kills"), serving(COLD_MODEL, TWO_BORROWERS)) as running:
+        profile_devices(running)
+        yield running
 
 
 @pytest.fixture(scope="module")
-def asked(lending: Platform) -> list[Asked]:
+def asked(platform: Platform) -> list[Asked]:
     requests = mixture(BORROWER, REQUESTS, TOKENS, CONTEXT, 3)
-    return with_stop_strings(requests, answers(lending, requests))
+    return with_stop_strings(requests, answers(platform, requests))
 
 
 @pytest.fixture(scope="module")
-def expected(lending: Platform, asked: list[Asked]) -> list[Answer]:
+def expected(platform: Platform, asked: list[Asked]) -> list[Answer]:
     """Undisturbed, and alike twice."""
-    one, other = answers(lending, asked), answers(lending, asked)
+    one, other = answers(platform, asked), answers(platform, asked)
     assert differences(one, other) == {}
     return one
 
@@ -98,41 +97,41 @@ def whole_without(platform: Platform, victim: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("killed", [borrowing, lender])
 def test_an_engine_is_killed_while_requests_are_with_a_lender(
-    lending: Platform, asked: list[Asked], expected: list[Answer], killed: Any
+    platform: Platform, asked: list[Asked], expected: list[Answer], killed: Any
 ) -> None:
-    wait_for(lambda: any(loan["usable_blocks"] for loan in loans(lending)), 120)
-    before = lending.metric(CONTINUED, model=BORROWER, reason="gone")
-    with running(lending, asked) as load:
+    wait_for(lambda: any(loan["usable_blocks"] for loan in loans(platform)), 120)
+    before = platform.metric(CONTINUED, model=BORROWER, reason="gone")
+    with running(platform, asked) as load:
         reach(load, 10)
-        wait_for(lambda: lent_requests(lending), 20)
+        wait_for(lambda: lent_requests(platform), 20)
         assert not load.ended.is_set(), "they ended before the kill"
-        victim = killed(lending)
+        victim = killed(platform)
         engine_process(victim).kill()
     assert differences(expected, load.answers) == {}
-    moved = lending.metric(CONTINUED, model=BORROWER, reason="gone") - before
+    moved = platform.metric(CONTINUED, model=BORROWER, reason="gone") - before
     # Of a lender that ends, its borrowers' requests stay where they are.
     assert (moved > 0) == (killed is borrowing)
-    wait_for(lambda: whole_without(lending, victim), BACK_S)
-    wait_for(lambda: any(loan["usable_blocks"] for loan in loans(lending)), 120)
-    with running(lending, asked) as load:
-        wait_for(lambda: lent_requests(lending), 60)
+    wait_for(lambda: whole_without(platform, victim), BACK_S)
+    wait_for(lambda: any(loan["usable_blocks"] for loan in loans(platform)), 120)
+    with running(platform, asked) as load:
+        wait_for(lambda: lent_requests(platform), 60)
     assert differences(expected, load.answers) == {}
 
 
 @pytest.fixture
-def away(lending: Platform) -> Iterator[Platform]:
+def away(platform: Platform) -> Iterator[Platform]:
     """With one head of each layer at the lender."""
-    wait_for(lambda: any(loan["usable_blocks"] for loan in loans(lending)), 120)
-    wait_for(lambda: not get(lending, "rebalancing")["flaws"], 120)
-    plan = carry_out(lending, heads_move(lending))
-    wait_for(lambda: parts(lending) == ["away"], 60)
+    wait_for(lambda: any(loan["usable_blocks"] for loan in loans(platform)), 120)
+    wait_for(lambda: not get(platform, "rebalancing")["flaws"], 120)
+    plan = carry_out(platform, heads_move(platform))
+    wait_for(lambda: parts(platform) == ["away"], 60)
     # One plan at a time, and this one is measured yet.
-    wait_for(lambda: plan_status(lending, plan)[0] == "done", 120)
-    yield lending
-    if parts(lending):
-        plan = carry_out(lending, heads_move(lending, back=True))
-        wait_for(lambda: not parts(lending), 60)
-        wait_for(lambda: plan_status(lending, plan)[0] == "done", 120)
+    wait_for(lambda: plan_status(platform, plan)[0] == "done", 120)
+    yield platform
+    if parts(platform):
+        plan = carry_out(platform, heads_move(platform, back=True))
+        wait_for(lambda: not parts(platform), 60)
+        wait_for(lambda: plan_status(platform, plan)[0] == "done", 120)
 
 
 @pytest.mark.parametrize("killed", [borrowing, lender])

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import HOT, Platform
+from tests.forks import descendants
 
 pytestmark = pytest.mark.e2e
 PROMPT = "xylophonemark"
@@ -84,7 +85,7 @@ def send(platform: Platform) -> None:
 
 def shown(platform: Platform) -> Iterator[tuple[str, bytes]]:
     """All that operators and other users of the machine may see, by where it stands."""
-    processes = [platform.process, *platform.process.children(recursive=True)]
+    processes = [platform.process, *descendants(platform.process)]
     for process in processes:
         yield f"arguments of {process.name()}", " ".join(process.cmdline()).encode()
     (raylet,) = (each for each in processes if each.name() == "raylet")

@@ -77,6 +77,7 @@ def test_models_are_listed_and_retrieved(platform: Platform) -> None:
         client.models.retrieve("gpt-9")
 
 
+@pytest.mark.claim("openai")
 def test_a_stream_carries_the_same_tokens_as_the_whole_answer_and_ends_with_usage(
     platform: Platform,
 ) -> None:

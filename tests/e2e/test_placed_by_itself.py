@@ -12,6 +12,7 @@ import pytest
 from loomserve.platform.placement.plan import plan_of_platform
 from loomserve.platform.state import PlatformState
 from tests.e2e.conftest import ENGINE, Platform, server_section, started
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 
@@ -48,7 +49,7 @@ def ask(platform: Platform, name: str, prompt: str = "Once upon a time", tokens:
 
 
 def until(holds: Callable[[], object], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.2)

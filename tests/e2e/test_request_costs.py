@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import COLD, HOT, Platform
+from tests.forks import descendants
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.simulated]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODY = {"model": HOT, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 NUMBERS = (
@@ -28,7 +29,7 @@ NUMBERS = (
 def engines(platform: Platform) -> set[int]:
     return {
         process.pid
-        for process in platform.process.children(recursive=True)
+        for process in descendants(platform.process)
         if "EngineCore" in " ".join(process.cmdline())
     }
 
@@ -218,6 +219,5 @@ def test_grammars_are_refused_or_answered_while_others_streams_go_on(platform: P
 
 def memory_of(platform: Platform) -> int:
     return sum(
-        psutil.Process(process.pid).memory_info().rss
-        for process in platform.process.children(recursive=True)
+        psutil.Process(process.pid).memory_info().rss for process in descendants(platform.process)
     )

@@ -17,11 +17,14 @@ import httpx
 import pytest
 
 from benchmarks.servers import Server
+from loomserve.platform.engine.options.words import in_fields
+from loomserve.platform.http.ingress.messages import too_long
 from loomserve.platform.models import catalog
+from loomserve.platform.requests.endpoints import ENDPOINTS
 from loomserve.platform.requests.engine_request import FORWARDED, engine_path
 from tests.e2e.conftest import ENGINE, HOT, TOOLS, Platform, free_port
 from tests.e2e.same_answers import Answer, assert_same
-from tests.e2e.same_requests import CASES, Case
+from tests.e2e.same_requests import CASES, MESSAGES, OF_OTHER_MODELS, Case
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -44,14 +47,18 @@ class Difference:
 
 
 NO_MODEL = Difference("it names the models that the key may use", "does not exist here", 404, 404)
-NO_ENDPOINT = Difference("it names what there is instead", "It answers /v1/chat", 404, 404)
-NO_PATH = Difference("it names what there is instead", "There is nothing at", 404, 404)
+NO_ENDPOINT = Difference("it names what there is instead", "Its tasks are: chat", 404, 404)
+NO_FORM = Difference("a form is read before a model is looked up", "takes a form", 404, 400)
 MANY = Difference("server.max_sequences bounds it, not an engine's variable", "20000", 400, 400)
 NUMBER = Difference("a model is looked up before its engine reads", "say which model", 400, 400)
 UNSAID = Difference("with several models none is meant alone", "say which model", 200, 400)
 NO_GRAMMAR = Difference(
     "vLLM fails on some choices as if the fault were its own", "could not compile", 500, 400
 )
+WHOLE = Difference("limits count what it says", "must be a whole number", 400, 400)
+SWITCH = Difference("the platform reads it, too", "must be true or false", 400, 400)
+STATELESS = Difference("nothing is kept between requests", "would not be obeyed", 404, 400)
+BACKGROUND = Difference("it names batches", "would not be obeyed", 400, 400)
 BY_DESIGN = {
     **{
         f"{kind}-model": NO_MODEL
@@ -63,10 +70,17 @@ BY_DESIGN = {
     **dict.fromkeys(("bad-chat-no_model", "bad-text-no_model"), UNSAID),
     **dict.fromkeys(("bad-chat-many", "bad-text-many"), MANY),
     **dict.fromkeys(("embeddings", "embeddings_list"), NO_ENDPOINT),
-    **dict.fromkeys(("score", "rerank", "pooling"), NO_PATH),
+    **{
+        name: NO_FORM if ENDPOINTS[case.path].is_form else NO_ENDPOINT
+        for name, case in OF_OTHER_MODELS.items()
+    },
     "bad-chat-quoted_choice": NO_GRAMMAR,
+    **{f"bad-{kind}-text_as_tokens": WHOLE for kind in ("chat", "text")},
+    **{f"bad-{kind}-seed": WHOLE for kind in ("chat", "text")},
+    **{f"bad-{kind}-stream": SWITCH for kind in ("chat", "text")},
+    **{f"bad-response-previous{kind}": STATELESS for kind in ("", "_no_id")},
+    "bad-response-background": BACKGROUND,
 }
-"""Errors of ``/v1/messages`` have OpenAI's shape, too, in the place of Anthropic's."""
 
 
 @pytest.fixture(scope="module")
@@ -136,14 +150,27 @@ def test_same_answer(platform: Platform, theirs: dict[str, Answer], case: Case) 
         ours = ask(http, case.path, case)
     of_vllm = theirs[case.name]
     if ours.status >= 400:
-        assert ours.error.keys() == {"message", "type", "param", "code"}
-        assert ours.error["type"] == "invalid_request_error"
-        assert isinstance(ours.error["code"], str)
+        assert_shape(ours, case.path)
     if (differs := BY_DESIGN.get(case.name)) is not None:
         assert (of_vllm.status, ours.status) == (differs.vllm, differs.ours)
         assert differs.part in ours.error["message"]
         return
-    assert_same(of_vllm, ours, exact=not case.batched)
+    with_tools = "tools" in case.body or "tools" in case.name
+    assert_same(of_vllm, ours, exact=not case.batched, reasons=not with_tools)
     if ours.status >= 400:
-        assert ours.error["message"] == of_vllm.error["message"]
-        assert ours.error["param"] == of_vllm.error.get("param")
+        words = in_fields(of_vllm.error["message"])
+        if case.path == MESSAGES and "maximum context length" in words:
+            words = too_long(words)
+        assert ours.error["message"] == words
+        assert ours.error.get("param") == of_vllm.error.get("param")
+
+
+def assert_shape(ours: Answer, path: str) -> None:
+    """An error has the shape of its API's."""
+    if path.startswith(MESSAGES):
+        assert ours.error.keys() == {"message", "type"}
+        assert ours.error["type"] in ("invalid_request_error", "not_found_error")
+        return
+    assert ours.error.keys() == {"message", "type", "param", "code"}
+    assert ours.error["type"] == "invalid_request_error"
+    assert isinstance(ours.error["code"], str)

@@ -1,24 +1,20 @@
-"""Replicas by load: a second one within seconds, and none that a stream is on is ended.
-
-Then replicas by the rebalancing controller, which adds one where a device is hot and another cold.
-"""
+"""Replicas by load: a second one within seconds, and none that a stream is on is ended."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Event
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import ENGINE, LOOMSERVE, Platform, server_section, started, stream
+from tests.e2e.conftest import ENGINE, Platform, server_section, simulated, started, stream
 from tests.e2e.test_admin import model_state, wait_for
+from tests.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.simulated]
 
 NAME = "scaled"
 TARGET = 3
@@ -30,15 +26,6 @@ RULES = {
     # A start is longer, on most machines.
     "downscale_delay_s": 5,
 }
-PROFILE = "devices.yaml"
-BALANCED = {
-    "name": "balanced",
-    "source": "demo",
-    "devices": ["core1", "core0"],
-    "replicas": "auto",
-    "kv_cache_memory": "256MiB",
-    "engine": ENGINE,
-}
 PROMPTS = [f"Tale {number}. Once upon a time" for number in range(6)]
 
 
@@ -49,23 +36,16 @@ def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
             {"name": "core1", "cores": [min(1, (os.cpu_count() or 1) - 1)]},
         ],
         "models": [
-            {
-                "name": NAME,
-                "source": "demo",
-                "devices": ["core0", "core1"],
-                "replicas": RULES,
-                "kv_cache_memory": "256MiB",
-                "engine": ENGINE,
-            }
+            simulated(
+                {
+                    "name": NAME,
+                    "devices": ["core0", "core1"],
+                    "replicas": RULES,
+                    "kv_cache_memory": "256MiB",
+                    "engine": ENGINE,
+                }
+            )
         ],
-        "rebalancing": {
-            "folder": "plans",
-            "profile": PROFILE,
-            "period_s": 2,
-            "confirm_periods": 2,
-            "settle_s": 4,
-            "stale_after_s": 30,
-        },
         "server": server_section(port, hashes),
     }
 
@@ -98,24 +78,26 @@ def test_load_starts_a_replica_and_quiet_drains_it_without_cutting_a_stream(
     alone = stream(platform, NAME, PROMPTS[0], 120)
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         began = time.monotonic()
-        answers = [pool.submit(stream, platform, NAME, prompt, 120) for prompt in PROMPTS]
-        wait_for(lambda: scaled(platform, "up") == 1, 15)
+        answers = list[Future[str]]()
+        # Again, where others have the cores and reports are too late for it.
+        while not scaled(platform, "up"):
+            assert time.monotonic() - began < 15 + PATIENCE_S
+            answers = [pool.submit(stream, platform, NAME, prompt, 120) for prompt in PROMPTS]
+            until_scaled_or_done(platform, "up", answers)
         assert state(platform)["target_replicas"] == 2
         assert state(platform)["scaling"]["why"].startswith("requests exceed")
         # They may have ended, once it is there: it is not due to them alone.
         wait_for(lambda: len(state(platform)["replicas"]) == 2, 60)
-        took_s = time.monotonic() - began
         texts = [each.result() for each in answers]
     assert texts[0] == alone
-    assert took_s < 60
 
     with ThreadPoolExecutor(2) as pool:
         last = list[Future[str]]()
         # Two at a time, one on each: few enough for one replica, and never none.
         while not scaled(platform, "down"):
-            assert time.monotonic() - began < 150
+            assert time.monotonic() - began < 150 + PATIENCE_S
             last = [pool.submit(stream, platform, NAME, PROMPTS[0], 120) for _ in range(2)]
-            until_down_or_done(platform, last)
+            until_scaled_or_done(platform, "down", last)
         assert [each.result() for each in last] == [alone] * 2
 
     def is_first_alone() -> bool:
@@ -128,8 +110,8 @@ def test_load_starts_a_replica_and_quiet_drains_it_without_cutting_a_stream(
     assert platform.metric("loomserve_uncontinued_requests_total", model=NAME) == 0
 
 
-def until_down_or_done(platform: Platform, answers: list[Future[str]]) -> None:
-    wait_for(lambda: all(each.done() for each in answers) or scaled(platform, "down") > 0, 60)
+def until_scaled_or_done(platform: Platform, direction: str, answers: list[Future[str]]) -> None:
+    wait_for(lambda: all(each.done() for each in answers) or scaled(platform, direction) > 0, 60)
 
 
 def test_a_number_that_an_operator_sets_holds_until_it_is_auto(platform: Platform) -> None:
@@ -158,71 +140,3 @@ def test_operators_have_a_port_of_their_own(platform: Platform) -> None:
         # The console's chat asks as clients do.
         asked = clients.get(f"{platform.operators_url}/v1/models")
         assert asked.json() == clients.get("/v1/models").json()
-
-
-@pytest.fixture
-def balanced(platform: Platform) -> str:
-    """A model that the controller may give replicas, with one of them, and all that it plans by."""
-    config = platform.log.parent / "config.yaml"
-    command = [LOOMSERVE, "profile", "devices", str(config)]
-    command += ["--quick", "--out", str(config.parent / PROFILE)]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
-    name = BALANCED["name"]
-    with platform.admin() as admin:
-        admin.post("/admin/v1/models", json=BALANCED).raise_for_status()
-        wait_for(lambda: bool(_replicas(platform, name)), 120)
-        admin.put(f"/admin/v1/models/{name}/replicas", json={"replicas": 1}).raise_for_status()
-        wait_for(lambda: _replicas(platform, name) == ["core1"], 60)
-    wait_for(lambda: not _rebalancing(platform)["flaws"], 60)
-    return str(name)
-
-
-def _replicas(platform: Platform, name: str) -> list[str]:
-    """The devices of a model's replicas; none unless it is ready."""
-    found = model_state(platform, name)
-    ready = found is not None and found["status"] == "ready"
-    return sorted(each["device"] for each in found["replicas"]) if found and ready else []
-
-
-def _rebalancing(platform: Platform, path: str = "rebalancing") -> Any:
-    with platform.admin() as admin:
-        return admin.get(f"/admin/v1/{path}").raise_for_status().json()
-
-
-def test_the_controller_adds_a_replica_on_a_cold_device_by_itself_and_no_answer_changes(
-    platform: Platform, balanced: str
-) -> None:
-    alone = {prompt: stream(platform, balanced, prompt, 60) for prompt in PROMPTS}
-    with platform.admin() as admin:
-        admin.put("/admin/v1/rebalancing", json={"mode": "auto"}).raise_for_status()
-    enough = Event()
-
-    def ask_on(prompt: str) -> set[str]:
-        told = set[str]()
-        while not enough.is_set():
-            told.add(stream(platform, balanced, prompt, 60))
-        return told
-
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        asked = {prompt: pool.submit(ask_on, prompt) for prompt in PROMPTS}
-        try:
-            wait_for(lambda: bool(_done(platform)), 300, lambda: _planned(platform))
-        finally:
-            enough.set()
-        assert {prompt: each.result() for prompt, each in asked.items()} == {
-            prompt: {text} for prompt, text in alone.items()
-        }
-    (plan,) = _done(platform)
-    assert plan["origin"] == "controller"
-    assert plan["actions"] == [{"action": "add_replica", "model": balanced, "device": "core0"}]
-    assert plan["real_gain"] > 0
-    assert _replicas(platform, balanced) == ["core0", "core1"]
-
-
-def _planned(platform: Platform) -> tuple[Any, Any]:
-    return _rebalancing(platform), _rebalancing(platform, "plans")
-
-
-def _done(platform: Platform) -> list[dict[str, Any]]:
-    plans: list[dict[str, Any]] = _rebalancing(platform, "plans")["plans"]
-    return [plan for plan in plans if plan["status"] == "done"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import ENGINE, Platform
+from tests.e2e.conftest import ENGINE, Platform, serving, started
 from tests.e2e.test_admin import model_state, wait_for
 from tests.e2e.test_lending import (
     answer,
@@ -18,7 +19,6 @@ from tests.e2e.test_lending import (
     plan_status,
     post,
     profile_devices,
-    serve_instead,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -43,12 +43,12 @@ MODEL = {
 
 
 @pytest.fixture(scope="module")
-def apart(platform: Platform) -> Platform:
-    """One model, which prefills on one core and decodes on the other."""
-    serve_instead(platform, MODEL)
-    profile_devices(platform)
-    wait_for(lambda: handed_over(platform, "Is there anybody? " * 10), 60)
-    return platform
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    """Of one model, which prefills on one core and decodes on the other."""
+    with started(tmp_path_factory.mktemp("apart"), serving(MODEL)) as running:
+        profile_devices(running)
+        wait_for(lambda: handed_over(running, "Is there anybody? " * 10), 60)
+        yield running
 
 
 def handed_over(platform: Platform, prompt: str) -> bool:
@@ -75,9 +75,9 @@ def a_move(platform: Platform, **of: object) -> dict[str, Any]:
     return {"action": "move", "engine": of_role["decode"], "lender": of_role["prefill"], **of}
 
 
-def test_replicas_borrow_nothing_of_one_another_by_themselves(apart: Platform) -> None:
-    assert not loans(apart)
-    refused = post(apart, "plans", {"actions": [a_move(apart, kind="requests", amount=1)],
+def test_replicas_borrow_nothing_of_one_another_by_themselves(platform: Platform) -> None:
+    assert not loans(platform)
+    refused = post(platform, "plans", {"actions": [a_move(platform, kind="requests", amount=1)],
                                     "force": True})  # fmt: skip
     assert refused.status_code == 409
     assert refused.json()["error"]["code"] == "not_movable"
@@ -85,29 +85,29 @@ def test_replicas_borrow_nothing_of_one_another_by_themselves(apart: Platform) -
 
 @pytest.mark.parametrize(("kind", "amount"), [("heads", 2), ("layers", 10)])
 def test_a_part_goes_to_the_prefill_replica_and_home_while_prompts_are_handed_over(
-    apart: Platform, kind: str, amount: int
+    platform: Platform, kind: str, amount: int
 ) -> None:
     before, meanwhile = tales("An old"), tales("A new")
     with ThreadPoolExecutor(6) as pool:
-        expected = list(pool.map(lambda each: answer(apart, each, APART), before))
-    with asking(apart, before, APART) as answers:
-        plan = carry_out(apart, a_move(apart, kind=kind, amount=amount))
+        expected = list(pool.map(lambda each: answer(platform, each, APART), before))
+    with asking(platform, before, APART) as answers:
+        plan = carry_out(platform, a_move(platform, kind=kind, amount=amount))
         assert answers() == expected
-    wait_for(lambda: parts(apart) == ["away"], 60)
-    (loan,) = loans(apart)
+    wait_for(lambda: parts(platform) == ["away"], 60)
+    (loan,) = loans(platform)
     assert (loan["borrower"], loan["lender"]) == (APART, APART)
-    wait_for(lambda: plan_status(apart, plan)[0] == "done", 120)
-    told = handoffs(apart), from_store(apart)
-    with asking(apart, meanwhile, APART) as answers:
+    wait_for(lambda: plan_status(platform, plan)[0] == "done", 120)
+    told = handoffs(platform), from_store(platform)
+    with asking(platform, meanwhile, APART) as answers:
         found = answers()
-    assert parts(apart) == ["away"]
-    wait_for(lambda: handoffs(apart) == told[0] + len(meanwhile), 10)
+    assert parts(platform) == ["away"]
+    wait_for(lambda: handoffs(platform) == told[0] + len(meanwhile), 10)
     # At least the full blocks of each prompt came through the store, to both replicas.
-    assert from_store(apart) - told[1] >= len(meanwhile) * 64
-    with asking(apart, before, APART) as answers:
-        plan = carry_out(apart, a_move(apart, kind=kind, amount=amount, back=True))
+    assert from_store(platform) - told[1] >= len(meanwhile) * 64
+    with asking(platform, before, APART) as answers:
+        plan = carry_out(platform, a_move(platform, kind=kind, amount=amount, back=True))
         assert answers() == expected
-    wait_for(lambda: not parts(apart), 60)
-    wait_for(lambda: plan_status(apart, plan)[0] == "done", 120)
-    with asking(apart, meanwhile, APART) as answers:
+    wait_for(lambda: not parts(platform), 60)
+    wait_for(lambda: plan_status(platform, plan)[0] == "done", 120)
+    with asking(platform, meanwhile, APART) as answers:
         assert answers() == found

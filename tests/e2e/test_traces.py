@@ -12,7 +12,7 @@ from tests.e2e.test_admin import model_state
 from tests.e2e.traced import Traced, events
 from tests.unit.platform.tracing.collector import Collector, read
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.simulated]
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -14,11 +14,12 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.conftest import HOT, Platform, platform_config, started
+from tests.e2e.conftest import HOT, Platform, simulated_config, started
 from tests.e2e.test_admin import model_state, wait_for
+from tests.forks import descendants
+from tests.waiting import PATIENCE_S
 
-# Each start takes a minute, and a front end that is killed another half.
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.simulated]
 
 STREAMS = 8
 TOKENS = 160
@@ -27,7 +28,7 @@ BURST = 5
 
 
 def two_config(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
-    config = platform_config(port, hashes)
+    config = simulated_config(port, hashes)
     config["models"] = [model for model in config["models"] if model["name"] == HOT]
     del config["batch"], config["rebalancing"]
     config["server"]["front_ends"] = 2
@@ -50,7 +51,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 def front_ends(platform: Platform) -> list[psutil.Process]:
     """The processes that listen at the server's address."""
     port = int(platform.url.rpartition(":")[2])
-    return [each for each in platform.process.children(recursive=True) if listens(each, port)]
+    return [each for each in descendants(platform.process) if listens(each, port)]
 
 
 def listens(process: psutil.Process, port: int) -> bool:
@@ -160,7 +161,8 @@ def test_either_shows_the_metrics_of_both(platform: Platform, undisturbed: list[
         assert sorted(of_both.values()) == [STREAMS, STREAMS]
         assert {label.count("front_end=") for label in of_both} == {1}
         tokens = samples(page, "vllm:generation_tokens_total")
-        assert sum(tokens.values()) == 2 * STREAMS * TOKENS
+        # Before clients' requests each front end had each engine answer one, with a token.
+        assert sum(tokens.values()) == 2 * STREAMS * TOKENS + len(tokens)
         running = samples(page, "vllm:num_requests_running")
         assert len(running) == 2
         assert sum(running.values()) == 0
@@ -211,11 +213,11 @@ def test_both_know_of_a_changed_alias(platform: Platform) -> None:
             told = time.monotonic()
             admin.request("DELETE" if value is None else "PUT", path, **request).raise_for_status()
             while not all(shown(client) == expected for client in clients):
-                assert time.monotonic() < told + 5
+                assert time.monotonic() < told + PATIENCE_S
             took.append(time.monotonic() - told)
     print(f"{took=}")
-    # A second is promised; the machine that tests may be busy.
-    assert sorted(took)[1] < 2
+    # A second is promised; a neighbour may delay some of them.
+    assert min(took) < 2
 
 
 def test_one_that_is_killed_takes_nothing_with_it_but_its_own_streams(

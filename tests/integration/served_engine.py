@@ -31,11 +31,14 @@ from loomserve.platform.run.folder import RUN_VARIABLE
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 from loomserve.platform.state.told_load import ToldLoad, load_of
 from tests.fork_servers import fork_server_of
+from tests.forks import FORKS_VARIABLE
 from tests.integration.cores import core
+from tests.waiting import PATIENCE_S
 
 T = TypeVar("T")
 
-SILENCE_S = 3.0
+# Not even a front end of a test that waits for a core is let go.
+SILENCE_S = 120.0
 QUEUED = 20
 START_S = 180.0
 
@@ -43,6 +46,8 @@ START_S = 180.0
 @functools.cache
 def fork_server() -> Path:
     """The folder of a run whose fork server imports vLLM once for all engines of all tests."""
+    if FORKS_VARIABLE in os.environ:
+        return Path(os.environ[FORKS_VARIABLE])
     running = contextlib.ExitStack()
     folder, _ = running.enter_context(fork_server_of(engine_modules("cpu")))
     atexit.register(running.close)
@@ -85,7 +90,9 @@ class ServedEngine:
         self._thread.join(5)
 
 
-def engine_start(model: str, folder: Path, **options: Any) -> EngineStart:
+def engine_start(
+    model: str, folder: Path, silence_s: float = SILENCE_S, **options: Any
+) -> EngineStart:
     return EngineStart(
         options={
             "model": model,
@@ -105,7 +112,7 @@ def engine_start(model: str, folder: Path, **options: Any) -> EngineStart:
             **options,
         },
         address=EngineAddress.in_folder(folder),
-        silence_s=SILENCE_S,
+        silence_s=silence_s,
         queued=QUEUED,
     )
 
@@ -286,7 +293,7 @@ def sampling(resumed: Sequence[int], params: dict[str, Any]) -> Any:
 def pump_until(
     condition: Callable[[], bool], *front_ends: BareFrontEnd, within_s: float = 60.0
 ) -> None:
-    end = time.monotonic() + within_s
+    end = time.monotonic() + within_s + PATIENCE_S
     while not condition():
         assert time.monotonic() < end, "nothing more came"
         for each in front_ends:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.engine import EXACT_BLOCK_BYTES
@@ -18,7 +19,6 @@ from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 from loomserve.platform.state.lending_options import LENDING_CONFIG
 from tests.integration.served_engine import (
-    SILENCE_S,
     BareFrontEnd,
     ServedEngine,
     answers,
@@ -28,10 +28,12 @@ from tests.integration.served_engine import (
     pump_until,
     served,
 )
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
 
 PROMPT = list(range(1000, 1040))
+SILENCE_S = 3.0
 
 
 def open_requests(engine: ServedEngine) -> int:
@@ -61,6 +63,13 @@ def test_two_front_ends_get_each_their_own(served_engine: ServedEngine) -> None:
         assert steps >= 48, "it counts its steps"
         answers(one, [one.add(PROMPT, max_tokens=4)])
         pump_until(lambda: one.beats[-1][0] >= steps + 4, one)
+
+
+def test_an_engine_of_one_process_listens_at_no_port(served_engine: ServedEngine) -> None:
+    process = psutil.Process(served_engine.host.pid)
+    of_engine = [process, *process.children(recursive=True)]
+    inet = [each for one in of_engine for each in one.net_connections("inet")]
+    assert [each.laddr for each in inet if each.status == psutil.CONN_LISTEN] == []
 
 
 def test_each_hears_of_the_others_requests_within_a_step(served_engine: ServedEngine) -> None:
@@ -94,20 +103,25 @@ def test_each_hears_of_the_others_requests_within_a_step(served_engine: ServedEn
         assert idle.loads[-1][1].kv_usage == 0
 
 
-def test_a_silent_front_ends_requests_end_and_the_others_go_on(served_engine: ServedEngine) -> None:
-    with connected(served_engine.address) as silent, connected(served_engine.address) as other:
+def test_a_silent_front_ends_requests_end_and_the_others_go_on(tmp_path: Path) -> None:
+    start = engine_start(str(catalog.resolve("demo", tmp_path)), tmp_path, SILENCE_S)
+    with (
+        served(start) as engine,
+        connected(engine.address) as silent,
+        connected(engine.address) as other,
+    ):
         for _ in range(2):
             endless(silent)
         kept = endless(other)
-        pump_until(lambda: open_requests(served_engine) == 3, silent, other)
+        pump_until(lambda: open_requests(engine) == 3, silent, other)
         fell_silent = time.monotonic()
-        pump_until(lambda: open_requests(served_engine) == 1, other, within_s=SILENCE_S + 2)
+        pump_until(lambda: open_requests(engine) == 1, other, within_s=SILENCE_S + 2)
         assert time.monotonic() - fell_silent > SILENCE_S - 1.5
         assert other.streams[kept].finish is None
         came = len(other.streams[kept].tokens)
         pump_until(lambda: len(other.streams[kept].tokens) > came + 5, other)
         other.abort(kept)
-        pump_until(lambda: open_requests(served_engine) == 0, other)
+        pump_until(lambda: open_requests(engine) == 0, other)
 
         # It learns of it when it speaks again, and is served as before.
         pump_until(lambda: len(silent.ready) == 2, silent)
@@ -133,8 +147,7 @@ def test_a_front_end_that_is_gone_leaves_no_request(served_engine: ServedEngine)
 
 def test_a_front_end_that_does_not_read_stops_nobody(served_engine: ServedEngine) -> None:
     with connected(served_engine.address) as other:
-        # The first step with log probabilities takes seconds on a busy machine, in which a front
-        # end that nobody pumps would be let go for its silence.
+        # The first step with log probabilities takes seconds on a busy machine.
         answers(other, [other.add(PROMPT, max_tokens=2, logprobs=20)])
     with (
         connected(served_engine.address, high_water=1) as slow,
@@ -242,8 +255,8 @@ def test_front_ends_and_the_replica_learn_how_an_engine_ends(
         endless(front_end)
         pump_until(lambda: all(each.tokens for each in front_end.streams.values()), front_end)
         began = time.monotonic()
-        served_engine.run(host.stop(60))
-        assert time.monotonic() - began < 50
+        served_engine.run(host.stop(1.4 * PATIENCE_S))
+        assert time.monotonic() - began < PATIENCE_S
         pump_until(lambda: front_end.dead, front_end, within_s=2)
     assert not host.alive
     assert not list(tmp_path.glob("core-*"))

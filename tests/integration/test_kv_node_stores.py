@@ -21,6 +21,7 @@ from loomserve.kvstore.server.protocol import Inspect, StoreUsage
 from loomserve.platform.base.errors import StartError
 from tests.e2e.conftest import free_port
 from tests.integration.ray_node import ray_node
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -41,7 +42,7 @@ def usage_of(address: str) -> StoreUsage:
 
 
 async def within(seconds: float, holds: Callable[[], Awaitable[bool]]) -> None:
-    until = time.monotonic() + seconds
+    until = time.monotonic() + seconds + PATIENCE_S
     while not await holds():
         assert time.monotonic() < until
         await asyncio.sleep(0.2)

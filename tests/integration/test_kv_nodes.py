@@ -31,7 +31,7 @@ from loomserve.kvstore.server.protocol import (
 )
 from loomserve.kvstore.storage.arena import Arena
 from tests.integration.conftest import StoredEngine, exact_engine
-from tests.waiting import within
+from tests.waiting import PATIENCE_S, within
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -206,7 +206,7 @@ def test_a_store_that_hangs_and_is_killed_in_the_middle_of_a_fetch(nodes: Nodes)
     killed.start()
     alone = nodes.second.answer([text])[0]
     assert (alone.cached, alone.tokens) == (0, first.tokens)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < PATIENCE_S
     killed.join()
     within(5, lambda: nodes.usage().failed_fetches.get("gone", 0) > 0)
     within(5, lambda: len(nodes.network.directory) == 0)

@@ -25,6 +25,7 @@ from loomserve.platform.scheduling.policy.deadline import DEADLINE
 from loomserve.platform.scheduling.policy.expected import EXPECTED
 from tests.integration.conftest import StoredEngine, with_store
 from tests.integration.cores import core
+from tests.waiting import within
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -242,10 +243,7 @@ def test_no_more_blocks_are_saved_as_they_fill_than_are_copied_beside_a_step(
             return int(used // scheduler.costs.block_bytes)
 
         # Blocks are committed beside the next step.
-        until = time.monotonic() + 30
-        while saved_blocks() < saved:
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        within(30, lambda saved=saved: saved_blocks() >= saved)
         time.sleep(1.0)  # one that is too many may still come
         assert saved_blocks() == saved
     scheduler.costs.transfer_times = measured
@@ -253,10 +251,7 @@ def test_no_more_blocks_are_saved_as_they_fill_than_are_copied_beside_a_step(
 
 def test_nothing_stays_leased_once_all_have_come_back(engine: SchedulingEngine) -> None:
     # What was swapped out is kept for ten seconds, for whoever comes back.
-    until = time.monotonic() + 15
-    while engine.ask_store(Inspect(), StoreUsage).leases:
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    within(15, lambda: not engine.ask_store(Inspect(), StoreUsage).leases)
 
 
 def swap_someone_out(engine: SchedulingEngine, seed: int) -> list[str]:

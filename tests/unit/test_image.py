@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "image/Containerfile"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -174,7 +176,7 @@ def script(tools: Path, name: str, **variables: str) -> subprocess.CompletedProc
         env={**environment, "PATH": str(tools), **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 INPUTS = ("pyproject.toml", "constraints.txt", "hashes.txt", "overrides.txt")
 TOOLS = (
@@ -70,7 +72,7 @@ def install(checkout: Path, **variables: str) -> subprocess.CompletedProcess[str
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
 

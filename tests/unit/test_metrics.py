@@ -421,7 +421,7 @@ def test_the_catalog_lists_every_metric_with_its_labels(
     handoff = HandoffMetrics(of_engine)
     handoff.prompt("local")
     handoff.prompt_tokens(stored=1, recomputed=0)
-    for metric in (*vars(lending).values(), footprint.MEMORY):
+    for metric in (*vars(lending).values(), footprint.MEMORY, footprint.USED):
         if isinstance(metric, MetricWrapperBase):
             of_engine.register(metric)
     preemptions = PreemptionMetrics(

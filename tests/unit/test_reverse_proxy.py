@@ -27,6 +27,7 @@ from loomserve.platform.http.ingress import exception_handlers, ingress_middlewa
 from loomserve.platform.http.protocol import Bounds, bounded_protocol
 from loomserve.platform.http.server import HttpServer, listen
 from tests.unit.certificates import make_pair
+from tests.waiting import PATIENCE_S
 
 PAGE = Path(__file__).parents[2] / "docs" / "reverse_proxy.md"
 NAME = "llm.example.org"
@@ -134,11 +135,11 @@ def proxy(upstream: Upstream, tmp_path_factory: pytest.TempPathFactory) -> Itera
             yield client
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(PATIENCE_S)
 
 
 def _wait_for(client: httpx.Client, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
             client.get("/health")

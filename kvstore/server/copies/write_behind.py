@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from loomserve.kvstore.index.demotion import Demotion
+from loomserve.kvstore.index.demotion import Demotion, demotions
 from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.index.recovery import header_at
@@ -16,6 +17,7 @@ from loomserve.kvstore.server.allocator import UNKNOWN_RECOMPUTE_S
 from loomserve.kvstore.server.leases import Leases
 from loomserve.kvstore.server.spaces import Spaces
 from loomserve.kvstore.storage.arena import ArenaOwner
+from loomserve.kvstore.storage.checksum import PAGE
 from loomserve.kvstore.storage.ssd import SsdFullError, SsdTier
 
 _logger = logging.getLogger(__name__)
@@ -23,6 +25,9 @@ _logger = logging.getLogger(__name__)
 # Blocks are copied to SSD while more than this share of the arena is used, so eviction is free.
 _ABOVE = 0.5
 _BATCH_BLOCKS = 16
+# Bytes that a full SSD drops at most for each byte that memory evicts. Uses change the order of
+# eviction, so more than one; without a bound, hits alone would wear the SSD out.
+_DROPPED_PER_EVICTED = 4
 # The search for blocks passes over all: seconds until the next one, after one that found none and
 # after a copy that the SSD did not take.
 _PAUSE_S = 1.0
@@ -49,7 +54,10 @@ class _Batch:
 class WriteBehind:
     """At most one batch of blocks on its way to SSD, in the order in which they would be evicted.
 
-    A full SSD drops its oldest segment; one that fails is left alone for a while.
+    While there is room, all of them. A full SSD drops its oldest segment, but only for blocks that
+    are to be evicted next, as many as take half of it: the other half is for what has been evicted,
+    and of blocks dropped and written again there is an end. One that fails is left alone for a
+    while.
     """
 
     def __init__(
@@ -71,6 +79,11 @@ class WriteBehind:
         self._thread = thread
         self._batch: _Batch | None = None
         self._not_before = 0.0
+        self._full = False
+        # Bytes that it held when it was full last; 0: it never was.
+        self._held = 0
+        self._may_drop = ssd.capacity_bytes // 2
+        self._evicted = self._evicted_bytes()
 
     @property
     def busy(self) -> bool:
@@ -90,20 +103,26 @@ class WriteBehind:
         self._thread.shutdown(cancel_futures=True)
 
     def _begin(self, now: float) -> None:
-        demotions = self._index.demotion_candidates(_BATCH_BLOCKS, now)
-        if not demotions:
+        mirror = max(self._held, self._ssd.used_bytes) // 2 if self._held else sys.maxsize
+        found = demotions(self._index.order(None, now), _BATCH_BLOCKS, mirror, self._record_bytes)
+        if not found or (self._full and not self._earned(mirror)):
             self._not_before = now + _PAUSE_S
             return
+        if self._full:
+            self._full = False
+            if not self._free_ssd():
+                self._not_before = now + _FAILED_PAUSE_S
+                return
         leases = [
             self._leases.hold(namespace, keys, len(keys) // KEY_BYTES, now)
-            for namespace, keys, *_ in demotions
+            for namespace, keys, *_ in found
         ]
-        self._batch = _Batch(demotions, leases, self._thread.submit(self._write, demotions))
+        self._batch = _Batch(found, leases, self._thread.submit(self._write, found))
 
-    def _write(self, demotions: Sequence[Demotion]) -> _Written:
+    def _write(self, found: Sequence[Demotion]) -> _Written:
         """In the thread."""
         locations: list[list[int]] = []
-        for namespace, keys, first, slots in demotions:
+        for namespace, keys, first, slots in found:
             locations.append([])
             slot_bytes = self._spaces.slot_bytes(namespace)
             for position, slot in enumerate(slots, first):
@@ -125,9 +144,26 @@ class WriteBehind:
             batch.demotions, written.locations, strict=False
         ):
             self._index.insert_ssd(namespace, keys, first, locations, now, UNKNOWN_RECOMPUTE_S)
-        freed = written.full and self._free_ssd()
-        if written.failed or (written.full and not freed):
+        if written.full:
+            self._full, self._held = True, self._ssd.used_bytes
+        if written.failed:
             self._not_before = now + _FAILED_PAUSE_S
+
+    def _record_bytes(self, namespace: bytes) -> int:
+        return PAGE + self._spaces.slot_bytes(namespace)
+
+    def _evicted_bytes(self) -> int:
+        return sum(
+            self._index.stats(namespace).evictions * self._record_bytes(namespace)
+            for namespace, _ in self._spaces.items()
+        )
+
+    def _earned(self, most: int) -> bool:
+        """Whether memory has evicted enough for the SSD to drop blocks."""
+        before, self._evicted = self._evicted, self._evicted_bytes()
+        earned = _DROPPED_PER_EVICTED * (self._evicted - before)
+        self._may_drop = min(most, self._may_drop + earned)
+        return self._may_drop > 0
 
     def _free_ssd(self) -> bool:
         """Drop the oldest segment; False if that makes no room."""
@@ -137,4 +173,6 @@ class WriteBehind:
             self._index.drop_ssd(self._ssd.drop_oldest_segment())
         except OSError as error:
             _logger.warning("cannot make room for KV blocks on SSD: %s", error)
-        return self._ssd.used_bytes < used
+        freed = used - self._ssd.used_bytes
+        self._may_drop -= freed
+        return freed > 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from loomserve.platform.batch.policy.objects import LineError
+from loomserve.platform.requests.endpoints import ENDPOINTS
+from loomserve.platform.requests.policy.documents import sequences
+from loomserve.platform.requests.policy.sequences import longest
 
 # A file full of the same mistake needs no error for each line.
 _MOST_ERRORS = 100
@@ -134,8 +136,8 @@ def _line(text: bytes, number: int, offset: int, endpoint: str, seen: set[str]) 
         model=model,
         offset=offset,
         size=len(text),
-        max_tokens=0 if endpoint == "/v1/embeddings" else _max_tokens(body),
-        sequences=_sequences(body),
+        max_tokens=longest(body) if ENDPOINTS[endpoint].generates else 0,
+        sequences=sequences(ENDPOINTS[endpoint], body),
     )
 
 
@@ -168,21 +170,3 @@ def _is_text(value: str) -> bool:
     except UnicodeEncodeError:  # half of a pair of surrogates
         return False
     return True
-
-
-def _max_tokens(body: Mapping[str, Any]) -> int | None:
-    return _count(body.get("max_completion_tokens") or body.get("max_tokens"))
-
-
-def _sequences(body: Mapping[str, Any]) -> int:
-    prompt = body.get("prompt", body.get("input"))
-    answers = _count(body.get("n")) or 1
-    many = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-    return answers * (len(prompt) if many else 1)
-
-
-def _count(value: object) -> int | None:
-    # What is no number, or beyond all that make sense, the engine refuses.
-    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
-        return value
-    return None

@@ -9,8 +9,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from loomserve.platform.batch.policy.status import BatchStatus
+from loomserve.platform.requests import endpoints
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+ENDPOINTS = tuple(path for path, row in endpoints.ENDPOINTS.items() if row.in_batches)
 INPUT = "batch"
 OUTPUT = "batch_output"
 

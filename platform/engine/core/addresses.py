@@ -9,8 +9,8 @@ socket, and vLLM's outputs come on the output socket.
   for each pair of sockets, so that the engine knows one who has come back from one who stayed.
 * ``[READY, response]``: vLLM's ``EngineCoreReadyResponse`` in msgpack. One that comes again says
   that the engine had let the front end go, and has nothing any more of what it had asked for.
-* ``[BEAT, state]``: ``[steps, running, waiting]`` in msgpack. ``steps`` counts those of the engine
-  since its start.
+* ``[BEAT, state]``: ``[steps, running, waiting, cpu_s]`` in msgpack. ``steps`` counts those of the
+  engine since its start, ``cpu_s`` its process's seconds on all cores; it may be left out.
 * ``[load, *outputs]`` or ``[load]``: vLLM's frames of outputs, and the engine's load
   (:mod:`loomserve.platform.state.told_load`), which comes alone where there are no outputs.
 * ``[DEAD]``: the engine ends. vLLM's own word.

@@ -1,4 +1,4 @@
-"""The main module of an engine's process: ``python -m …child CONTROL_SOCKET PARENT``.
+"""The main module of an engine's process: ``python -m …child CONTROL_SOCKET [PARENT]``.
 
 It is started by :mod:`loomserve.platform.engine.process.engine_process`, if it is not forked.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import socket
 import sys
 from typing import TYPE_CHECKING
 
-from loomserve.platform.engine.core.control import ControlLink
+from loomserve.platform.engine.core.control import be_engine
 from loomserve.platform.engine.core.cores import bind_to_device
 from loomserve.platform.engine.core.messages import EngineStart
 from loomserve.platform.engine.process.engine_process import FORKED
@@ -32,27 +30,10 @@ def main(descriptor: int, how: str = "") -> None:
         how: ``FORKED`` where this process was.
     """
     if how == FORKED:
+        # Linux shares cores among sessions first: an engine has a share of its own.
+        os.setsid()
         _begin_anew_without_cuda(descriptor)
-    # A terminal sends it to all processes; the replica decides when its engine ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    link = ControlLink(socket.socket(fileno=descriptor))
-    start = link.awaited_start()
-    watch = link.end_with_replica()
-    bind_to_device()
-    try:
-        core = _made(start)
-    except BaseException as error:
-        _logger.exception("the engine did not start")
-        link.failed(error)
-        raise SystemExit(1) from None
-    watch.core = core
-    link.started(core.facts())
-    _run(core)
-    # An interpreter that ends in order takes a second of a core, for memory that is given back.
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    be_engine(descriptor, _made, _run)
 
 
 def _begin_anew_without_cuda(descriptor: int) -> None:
@@ -72,12 +53,14 @@ def _begin_anew_without_cuda(descriptor: int) -> None:
     except RuntimeError as error:
         _logger.warning("no CUDA in a fork: the engine takes longer to start (%s)", error)
         os.set_inheritable(descriptor, True)
-        child = [sys.executable, "-m", __name__, str(descriptor), str(os.getppid())]
+        # It still ends with the replica, by the connection that its fork server has given it.
+        child = [sys.executable, "-m", __name__, str(descriptor)]
         os.execv(sys.executable, child)
 
 
 def _made(start: EngineStart) -> ServedEngineCore:
-    from vllm import AsyncEngineArgs
+    # Before what starts threads is imported.
+    bind_to_device()
     from vllm.transformers_utils.config import maybe_register_config_serialize_by_value
     from vllm.utils.system_utils import set_process_title
 
@@ -86,17 +69,21 @@ def _made(start: EngineStart) -> ServedEngineCore:
     from loomserve.platform.engine.executor import executor_class, one_process_executor
     from loomserve.platform.engine.grammar_tokenizer import read_with_first_grammar
     from loomserve.platform.engine.hooks import verify
-    from loomserve.platform.engine.options.structured import structured
+    from loomserve.platform.engine.options.refusals import explained
+    from loomserve.platform.engine.options.stored import engine_config
 
     verify("vllm")
     # As vLLM's own EngineCore begins; workers of several processes get the model's configuration.
     set_process_title("EngineCore")
     maybe_register_config_serialize_by_value()
     read_with_first_grammar()
-    config = AsyncEngineArgs(**structured(start.options)).create_engine_config()
-    choose = executor_class if start.own_process_workers else one_process_executor
     limits = FrontEndLimits(start.silence_s, start.queued)
-    return ServedEngineCore(config, choose(config), start.address, limits, start.host)
+    choose = executor_class if start.own_process_workers else one_process_executor
+    try:
+        config = engine_config(start.options)
+        return ServedEngineCore(config, choose(config), start.address, limits, start.host)
+    except Exception as error:
+        raise explained(error) from None
 
 
 def _run(core: ServedEngineCore) -> None:
@@ -125,5 +112,7 @@ def _shut_down(core: ServedEngineCore) -> None:
 
 
 if __name__ == "__main__":
-    end_with(int(sys.argv[2]))
-    main(int(sys.argv[1]))
+    given, *parent = map(int, sys.argv[1:])
+    if parent:
+        end_with(parent[0])
+    main(given)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from pydantic import ValidationError
 
+from loomserve.platform.base.descriptors import raise_limit
+from loomserve.platform.devices.shortage import prefer_for_killing
 from loomserve.platform.engine.core.messages import (
     ADAPTERS,
     ERRORS,
@@ -27,6 +31,7 @@ from loomserve.platform.engine.core.messages import (
     START,
     STATS,
     STOP,
+    TURN,
     WAKE,
     EngineFacts,
     EngineStart,
@@ -60,6 +65,42 @@ class ControlledCore(Protocol):
     def wake(self) -> None: ...
 
     def stop(self) -> None: ...
+
+
+Core = TypeVar("Core", bound=ControlledCore)
+
+
+def be_engine(
+    descriptor: int, make: Callable[[EngineStart], Core], run: Callable[[Core], object]
+) -> None:
+    """Have this process be the engine that its replica asks for, until the engine's end.
+
+    Args:
+        descriptor: of this process's end of the channel to its replica.
+        make: makes the engine.
+        run: steps it until the replica stops it or an error does.
+    """
+    raise_limit()
+    prefer_for_killing()
+    # A terminal sends it to all processes; the replica decides when its engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link = ControlLink(socket.socket(fileno=descriptor))
+    start = link.awaited_start()
+    watch = link.end_with_replica()
+    try:
+        core = make(start)
+    except BaseException as error:
+        _logger.exception("the engine did not start")
+        link.failed(error)
+        raise SystemExit(1) from None
+    watch.core = core
+    link.started(core.facts())
+    run(core)
+    # An interpreter that ends in order takes a second of a core, for memory that is given back.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 class ControlLink:
@@ -178,6 +219,8 @@ class _ReplicaWatch:
             core.between_steps(lambda: answer(call_id, core.fall_asleep, *args))
         elif method == WAKE:
             core.between_steps(lambda: answer(call_id, core.wake))
+        elif method == TURN:
+            core.between_steps(lambda: answer(call_id, lambda: None))
         elif method == STOP:
             core.stop()
             answer(call_id, lambda: None)

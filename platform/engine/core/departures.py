@@ -7,28 +7,35 @@ it, and ends here as any that its front end wants no more.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-
-from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.request import Request, RequestStatus
+from typing import TYPE_CHECKING
 
 from loomserve.platform.scheduling.policy.leaving import StayingRequest
 
-_MOVE_TO = "loomserve_move_to"
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.request import Request
+
+MOVE_TO = "loomserve_move_to"
+"""Key in an output's ``kv_transfer_params``: the replica with which its request shall go on."""
 
 
 def asking(request_id: str, to: str) -> EngineCoreOutput:
     """An output that asks a front end to have the request go on with the replica ``to``."""
-    return EngineCoreOutput(request_id, [], kv_transfer_params={_MOVE_TO: to})
+    from vllm.v1.engine import EngineCoreOutput
+
+    return EngineCoreOutput(request_id, [], kv_transfer_params={MOVE_TO: to})
 
 
 def asked_to(output: EngineCoreOutput) -> str | None:
     """The replica with which the request shall go on; None: it is an output as any."""
     given = output.kv_transfer_params
-    return None if given is None or output.finished else given.get(_MOVE_TO)
+    return None if given is None or output.finished else given.get(MOVE_TO)
 
 
 def movable(requests: Iterable[Request]) -> Iterator[StayingRequest]:
     """Those that can go on elsewhere without losing what is just being computed or loaded."""
+    from vllm.v1.request import RequestStatus
+
     for each in requests:
         runs = each.status is RequestStatus.RUNNING
         loads = each.status is RequestStatus.WAITING_FOR_REMOTE_KVS

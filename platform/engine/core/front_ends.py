@@ -17,6 +17,7 @@ class _FrontEnd:
     heard_at: float
     told_at: float = -math.inf
     told: int = 0
+    probed_at: float = -math.inf
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,20 @@ class FrontEnds:
             for identity, known in self._known.items()
             if now - known.heard_at > self._silence_s
         ]
+
+    def probe(self, now: float, period_s: float) -> list[bytes]:
+        """Front ends that have neither been heard nor probed for ``period_s``, and now are.
+
+        What waits for one that reads nothing stays short, so that its next ``HELLO`` is answered.
+        """
+        quiet = [
+            (identity, known)
+            for identity, known in self._known.items()
+            if now - max(known.heard_at, known.probed_at) > period_s
+        ]
+        for _, known in quiet:
+            known.probed_at = now
+        return [identity for identity, _ in quiet]
 
     def told(self, identity: bytes, version: int, now: float) -> None:
         """Note that a front end knows this version of the engine's load."""

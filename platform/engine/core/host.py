@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -25,11 +25,14 @@ from loomserve.platform.engine.core.messages import (
     START,
     STATS,
     STOP,
+    TURN,
     WAKE,
     EngineFacts,
     EngineStart,
 )
 from loomserve.platform.engine.process.engine_process import EngineProcess, start_process
+from loomserve.platform.engine.process.policy.silence import WEDGED_S
+from loomserve.platform.engine.process.wedge_watch import LOOK_S, until_wedged
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.state import ReplicaLoad
 
@@ -55,6 +58,7 @@ class EngineHost:
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._ids = count()
         self._reading: asyncio.Task[None]
+        self._ended_for = ""
 
     @classmethod
     async def start(
@@ -76,7 +80,9 @@ class EngineHost:
         Raises:
             StartError: it cannot start, or takes too long.
         """
-        ours, process = await start_process(environment, timeout_s, fork=fork)
+        ours, process = await start_process(
+            environment, timeout_s, fork=fork, simulated=start.simulated
+        )
         host = cls(process, start.address)
         reader, host._writer = await asyncio.open_connection(sock=ours)
         host._reading = asyncio.create_task(host._read(reader))
@@ -106,14 +112,14 @@ class EngineHost:
     def alive(self) -> bool:
         return self._process.poll() is None and not self._reading.done()
 
-    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+    async def call(self, method: str, *args: Any, timeout_s: float | None) -> Any:
         """Call the engine: ``collective_rpc`` with a name, or another method of ``messages``.
 
         Args:
             method: answered at once, but for ``collective_rpc``, ``move_requests``,
-                ``set_adapters``, ``sleep`` and ``wake_up``, which wait for a step's end.
+                ``set_adapters``, ``sleep``, ``turn`` and ``wake_up``, which wait for a step's end.
             args: what can be said in JSON, as is the answer.
-            timeout_s: for the answer.
+            timeout_s: for the answer; None: without end.
 
         Raises:
             EngineEnded: it has ended, or does before it answers.
@@ -192,6 +198,10 @@ class EngineHost:
         """Have the engine take its memory again."""
         await self.call(WAKE, timeout_s=timeout_s)
 
+    async def turn(self) -> None:
+        """Returns once the engine is between two steps, or idle."""
+        await self.call(TURN, timeout_s=None)
+
     async def stats(self, timeout_s: float) -> ReplicaLoad:
         """The engine's load as of its last step, even while a step takes long."""
         return ReplicaLoad.model_validate(await self.call(STATS, timeout_s=timeout_s))
@@ -205,6 +215,24 @@ class EngineHost:
         """Wait for the engine's end; returns how it ended, as a sentence's end."""
         await asyncio.wait([self._reading])
         return await self._how_it_ended()
+
+    async def end_if_wedged(
+        self,
+        tell: Callable[[str], Awaitable[object]],
+        *,
+        limit_s: float = WEDGED_S,
+        look_s: float = LOOK_S,
+    ) -> None:
+        """Kill the engine once it has stood still for long, after ``tell`` was told why; returns
+        when it has ended. :meth:`ended` then says the same.
+
+        Args as of :func:`~loomserve.platform.engine.process.wedge_watch.until_wedged`.
+        """
+        with contextlib.suppress(EngineEnded):
+            why = await until_wedged(self.pid, self.turn, limit_s=limit_s, look_s=look_s)
+            await tell(why)
+            self._ended_for = why
+            self._process.kill()
 
     async def stop(self, timeout_s: float) -> None:
         """End the engine: in good order within the time, else at once. Front ends are told."""
@@ -253,6 +281,8 @@ class EngineHost:
             await asyncio.sleep(_LOOK_S)
         else:
             return "its process does not speak to the replica any more"
+        if self._ended_for:
+            return f"{self._ended_for}, so it was killed"
         if code < 0:
             return f"its process was ended by {signal.Signals(-code).name}"
         return f"its process ended with status {code}; its log says why"

@@ -17,8 +17,8 @@ from loomserve.platform.run.engine_address import EngineAddress, EngineNetwork
 HEAD = struct.Struct("!I")
 """The length of a frame, in bytes, which stands before it."""
 
-START, FACTS, STATS, METRICS, RPC, STOP = (
-    *("start", "facts", "stats", "metrics", "collective_rpc", "stop"),
+START, FACTS, STATS, METRICS, RPC, TURN, STOP = (
+    *("start", "facts", "stats", "metrics", "collective_rpc", "turn", "stop"),
 )
 MOVE, MOVED = "move_requests", "moved"
 SLEEP, WAKE = "sleep", "wake_up"
@@ -44,10 +44,12 @@ class EngineStart(BaseModel):
         None,
         description="Address at which front ends on other nodes reach it; None: there are none.",
     )
+    simulated: bool = Field(default=False, description="Whether it is to compute nothing.")
+    device: str = Field("", description="Its device, by which a simulated one has its faults.")
     own_process_workers: bool = Field(
         default=False, description="Whether even a single worker has a process of its own."
     )
-    silence_s: float = Field(default=5.0, gt=0, description="A front end silent so long is gone.")
+    silence_s: float = Field(default=60.0, gt=0, description="A front end silent so long is gone.")
     queued: int = Field(
         default=2000, gt=0, description="Messages that may wait for one front end before it is."
     )

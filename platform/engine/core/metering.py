@@ -6,23 +6,35 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Protocol, Self
 
-from vllm.config import VllmConfig
-from vllm.v1.engine import (
-    EngineCoreEventType,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    FinishReason,
-)
-from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.request import Request
-
-from loomserve.kvstore.engine.scheduling_stats import SCHEDULING
 from loomserve.platform.engine.load import LoadMeter, ServedRequest, StepTokens
 from loomserve.platform.engine.turnaround import Turnaround
 from loomserve.platform.scheduling.metrics import ScheduledRequestMetrics
+from loomserve.platform.scheduling.preemption_metrics import SCHEDULING
 from loomserve.platform.state import ReplicaLoad
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
+
+# vLLM's numbers, so that an engine which only simulates need not import it.
+SCHEDULED_EVENT, PREEMPTED_EVENT = 2, 3
+ABORT_REASON, ERROR_REASON = 2, 3
+
+
+class ArrivedRequest(Protocol):
+    """vLLM's request of the scheduler, as the meter sees it."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -60,7 +72,7 @@ class CoreMeter:
         on_gpu = config.device_config.device_type == "cuda"
         return cls(config.scheduler_config.max_num_seqs if on_gpu else None)
 
-    def arrived(self, request: Request, now: float) -> None:
+    def arrived(self, request: ArrivedRequest, now: float) -> None:
         """A request has come; what it was answered elsewhere is among its tokens."""
         with self._lock:
             self._turnaround.arrived(request.request_id, now)
@@ -148,16 +160,16 @@ class CoreMeter:
     def _note_events(self, output: EngineCoreOutput, stay: _Stay) -> None:
         self._turnaround.answered(output.request_id)
         for event in output.events or ():
-            if event.type is EngineCoreEventType.SCHEDULED:
+            if event.type == SCHEDULED_EVENT:
                 self._turnaround.scheduled(output.request_id, event.timestamp)
                 if stay.scheduled_at is None:
                     stay.scheduled_at = event.timestamp
-            elif event.type is EngineCoreEventType.PREEMPTED:
+            elif event.type == PREEMPTED_EVENT:
                 self._turnaround.preempted(output.request_id)
 
-    def _finish(self, request_id: str, reason: FinishReason, stay: _Stay, now: float) -> None:
+    def _finish(self, request_id: str, reason: int, stay: _Stay, now: float) -> None:
         del self._stays[request_id]
-        if reason in (FinishReason.ABORT, FinishReason.ERROR):
+        if reason in (ABORT_REASON, ERROR_REASON):
             self._turnaround.left(request_id)
             return
         if (ended := self._turnaround.finished(request_id, now)) is not None:

@@ -27,6 +27,8 @@ from loomserve.platform.state.told_load import LOAD_PERIOD_S, LoadBook
 _PERIOD_MS = 250
 # If this thread was away for so long, so may have been what it should have heard.
 _AWAY_S = 1.0
+# A front end that is silent for so long is sent something, which fails if nobody is there.
+_PROBE_AFTER_S = 5.0
 # How long the word of the engine's end may take to leave.
 _LINGER_MS = 1000
 
@@ -56,11 +58,12 @@ class SenderEvents(Protocol):
 class FrontEndLimits:
     """
     Attributes:
-        silence_s: Without a ``HELLO`` for so long, a front end is gone.
+        silence_s: Without a ``HELLO`` for so long, a front end is gone, though it can be sent to:
+            what is only slow has its requests computed on.
         queued: Messages that may wait for one front end; with more it is gone.
     """
 
-    silence_s: float = 5.0
+    silence_s: float = 60.0
     queued: int = 2000
 
 
@@ -192,6 +195,8 @@ class OutputSender:
     def _look_for_silence(self, now: float) -> None:
         for identity in self._front_ends.silent(now):
             self._let_go(identity)
+        for identity in self._front_ends.probe(now, _PROBE_AFTER_S):
+            self._send(identity, [BEAT, self._events.beat()])
 
     def _let_go(self, identity: bytes) -> None:
         index = self._front_ends.retire(identity)

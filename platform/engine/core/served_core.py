@@ -42,6 +42,7 @@ from loomserve.platform.state.told_load import LoadBook
 _logger = logging.getLogger(__name__)
 
 _BETWEEN_STEPS = "between steps"
+_cpu_s = time.process_time
 
 
 class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
@@ -144,7 +145,7 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         return self._ready
 
     def beat(self) -> bytes:
-        return msgspec.msgpack.encode([self.steps, *self.scheduler.get_request_counts()])
+        return msgspec.msgpack.encode([self.steps, *self.scheduler.get_request_counts(), _cpu_s()])
 
     def encode(self, outputs: EngineCoreOutputs) -> Sequence[Any]:
         outputs.engine_index = self.engine_index

@@ -17,12 +17,17 @@ def check(model: str, options: Iterable[str]) -> None:
     Raises:
         ConfigError: names the option, and the nearest one that exists.
     """
-    known = names_of_engine() | _fields("vllm.entrypoints.launchers.cli_args", "FrontendArgs")
+    known = _all_names()
     for option in options:
         if option not in known:
             near = difflib.get_close_matches(option, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"model {model!r}: engine option {option!r} is unknown to vLLM{hint}")
+
+
+def is_option(name: str) -> bool:
+    """Whether vLLM's server or its engine has an option of that name."""
+    return name in _all_names()
 
 
 def of_engine(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,6 +39,10 @@ def of_engine(options: Mapping[str, Any]) -> dict[str, Any]:
 def names_of_engine() -> frozenset[str]:
     """Options of an engine."""
     return _fields("vllm.engine.arg_utils", "AsyncEngineArgs")
+
+
+def _all_names() -> frozenset[str]:
+    return names_of_engine() | _fields("vllm.entrypoints.launchers.cli_args", "FrontendArgs")
 
 
 @cache

@@ -1,1 +1,1 @@
-"""Processes of engines: how they come to be."""
+"""Processes of engines: how they come to be, and how others see that they work."""

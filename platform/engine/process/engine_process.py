@@ -17,6 +17,7 @@ from loomserve.platform.engine.process.forking import fork as fork_child
 _logger = logging.getLogger(__name__)
 
 _CHILD = "loomserve.platform.engine.core.child"
+SIMULATED_CHILD = "loomserve.platform.simulated.child"
 FORKED = "forked"
 _ENGINE_MODULES = (
     _CHILD,
@@ -52,25 +53,33 @@ class EngineProcess(Protocol):
 
 
 async def start_process(
-    environment: Mapping[str, str], timeout_s: float, *, fork: bool = True
+    environment: Mapping[str, str],
+    timeout_s: float,
+    *,
+    fork: bool = True,
+    simulated: bool = False,
 ) -> tuple[socket.socket, EngineProcess]:
     """A process that waits to be told what engine to make, and the channel to it.
 
     It is forked, if it may be and this run has a fork server, else spawned. It ends with this
-    process; a spawned one ends with this thread.
+    process; a spawned one ends with this thread. A simulated engine imports so little that it is
+    always spawned.
 
     Args:
         environment: what it has beyond this process's own.
         timeout_s: how long a fork server may take to import what it has to.
         fork: whether it may be forked.
+        simulated: whether the engine is to compute nothing.
     """
     ours, theirs = socket.socketpair()
     with theirs:
         whole = {**os.environ, **environment}
         forked = None
-        if fork:
+        if fork and not simulated:
             forked = await asyncio.to_thread(_forked, theirs.fileno(), whole, timeout_s)
-        return ours, forked or _spawned(theirs.fileno(), whole)
+        return ours, forked or _spawned(
+            SIMULATED_CHILD if simulated else _CHILD, theirs.fileno(), whole
+        )
 
 
 def _forked(control: int, environment: Mapping[str, str], timeout_s: float) -> ForkedProcess | None:
@@ -81,9 +90,9 @@ def _forked(control: int, environment: Mapping[str, str], timeout_s: float) -> F
         return None
 
 
-def _spawned(control: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _spawned(child: str, control: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", _CHILD, str(control), str(os.getpid())],
+        [sys.executable, "-m", child, str(control), str(os.getpid())],
         env=environment,
         pass_fds=[control],
         stdin=subprocess.DEVNULL,

@@ -5,24 +5,29 @@ what was imported with all others.
 
 Whoever wants a child connects and sends one message, a :class:`ForkRequest`, with three
 descriptors: one that the child's ``main`` is given, and those of its output and its errors. It is
-sent the child's process id with a descriptor of it, and at the child's end its exit status. When
-the connection ends, as it does with whoever asked, the child is killed.
+sent the child's process id with a descriptor of it, and at the child's end its exit status. The
+child has the connection as well: when its other end closes, as it does with whoever asked, the
+kernel kills the child, whether there still is a fork server or not.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
 import logging
 import os
+import select
 import selectors
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple, TypedDict
 
 from setproctitle import setproctitle
@@ -31,12 +36,17 @@ _logger = logging.getLogger(__name__)
 
 LONGEST_MESSAGE = 2**17
 """Bytes of a request."""
+UNFIT = 3
+"""Exit status of a fork server that could not import what it has to, or of whose children none
+could compute: another one could not either."""
 
 # As vLLM calls its processes.
 _TITLE = "VLLM::ForkServer"
 _DESCRIPTORS = 3
 _STDOUT, _STDERR = 1, 2
 _RECEIVE_TIMEOUT_S = 5.0
+# Who has asked waits while there are no descriptors.
+_PAUSE_S = 0.2
 _CUDA_NOT_INITIALIZED = 3
 
 
@@ -68,6 +78,7 @@ class ForkServer:
         """``set_by_imports``: environment variables that children have beside their own."""
         self._listener = listener
         self._set_by_imports = set_by_imports
+        self._connections = set[socket.socket]()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._task: _Task | None = None
@@ -81,7 +92,12 @@ class ForkServer:
                     return self._task
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            _logger.warning("cannot take a request to fork: %s", error)
+            time.sleep(_PAUSE_S)
+            return
         # One that says nothing would hold up all others.
         connection.settimeout(_RECEIVE_TIMEOUT_S)
         descriptors: list[int] = []
@@ -91,28 +107,34 @@ class ForkServer:
             descriptor, out, err = descriptors
             task = _Task(request["child"], descriptor, request["arguments"])
             environment = request["environment"]
+            pid = os.fork()
         except (OSError, ValueError, TypeError, KeyError) as error:
-            _logger.warning("a request to fork was no such request: %s", error)
+            _logger.warning("nothing is forked for a request: %s", error)
             connection.close()
         else:
-            pid = os.fork()
+            # Both see to it, as either may be stopped or killed now.
+            end_with_other_end(connection, pid or os.getpid())
             if pid == 0:
-                connection.close()
-                self._become(environment, out, err)
+                self._become(connection, environment, out, err)
                 self._task = task
                 return
             self._attend(connection, pid)
         for descriptor in descriptors:
             os.close(descriptor)
 
-    def _become(self, environment: dict[str, str], out: int, err: int) -> None:
+    def _become(
+        self, connection: socket.socket, environment: dict[str, str], out: int, err: int
+    ) -> None:
         """Make this process, which was just forked, the child that was asked for."""
+        # It stays open until this process ends, whatever that executes.
+        os.set_inheritable(connection.detach(), True)
         # Others' connections must end with the server, and not with its last child.
+        self._listener.close()
+        for each in self._connections:
+            each.close()
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
-            else:
-                os.close(key.fd)
+            if isinstance(key.fileobj, int):
+                os.close(key.fileobj)
         self._selector.close()
         os.dup2(out, _STDOUT)
         os.dup2(err, _STDERR)
@@ -123,43 +145,37 @@ class ForkServer:
         follow_environment()
 
     def _attend(self, connection: socket.socket, pid: int) -> None:
-        child = _Child(self._selector, connection, pid)
-        self._selector.register(connection, selectors.EVENT_READ, child.asker_is_gone)
-        self._selector.register(child.descriptor, selectors.EVENT_READ, child.has_ended)
-        with suppress(OSError):  # then the connection ends, which is seen next
-            socket.send_fds(connection, [json.dumps(pid).encode()], [child.descriptor])
+        child = os.pidfd_open(pid)
+        self._connections.add(connection)
+        ended = partial(self._has_ended, connection, child, pid)
+        self._selector.register(child, selectors.EVENT_READ, ended)
+        with suppress(OSError):  # who asked has ended, and so does the child
+            socket.send_fds(connection, [json.dumps(pid).encode()], [child])
 
-
-class _Child:
-    """A forked process, and the connection of the process that asked for it."""
-
-    def __init__(
-        self, selector: selectors.BaseSelector, connection: socket.socket, pid: int
-    ) -> None:
-        self.descriptor = os.pidfd_open(pid)
-        self._selector = selector
-        self._connection = connection
-        self._pid = pid
-        self._is_left = self._is_over = False
-
-    def asker_is_gone(self) -> None:
-        if self._is_over:
-            return  # both ended at once
-        self._is_left = True
-        self._selector.unregister(self._connection)
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
-
-    def has_ended(self) -> None:
-        self._is_over = True
-        _, status = os.waitpid(self._pid, 0)
+    def _has_ended(self, connection: socket.socket, child: int, pid: int) -> None:
+        _, status = os.waitpid(pid, 0)
         with suppress(OSError):  # who asked has ended, too
-            self._connection.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
-        self._selector.unregister(self.descriptor)
-        if not self._is_left:
-            self._selector.unregister(self._connection)
-        os.close(self.descriptor)
-        self._connection.close()
+            connection.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
+        self._selector.unregister(child)
+        self._connections.remove(connection)
+        os.close(child)
+        connection.close()
+
+
+def end_with_other_end(connection: socket.socket, pid: int) -> None:
+    """Have the kernel kill a process when the other end of its connection closes or sends.
+
+    So it ends also while it is stopped, or computes without looking, and it needs no thread.
+    """
+    fcntl.fcntl(connection, fcntl.F_SETOWN, pid)
+    fcntl.fcntl(connection, fcntl.F_SETSIG, signal.SIGKILL)
+    flags = fcntl.fcntl(connection, fcntl.F_GETFL)
+    fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
+    looked = select.poll()
+    looked.register(connection, 0)
+    if looked.poll(0):
+        # It has closed before the kernel was asked.
+        os.kill(pid, signal.SIGKILL)
 
 
 def follow_environment() -> None:
@@ -203,10 +219,7 @@ def _import_all(modules: Iterable[str]) -> dict[str, str]:
         importlib.import_module(module)
     del sys.modules["ray"]
     if cuda_is_initialized():
-        raise RuntimeError(
-            "what was imported has initialized CUDA, so that no child could use a GPU: engines and "
-            "gateways start without this process"
-        )
+        raise RuntimeError("what was imported has initialized CUDA: no child could use a GPU")
     # In a child, whose environment is another, no title could be set for the first time.
     setproctitle(_TITLE)
     gc.collect()
@@ -223,7 +236,11 @@ def main(listener: int, modules: Iterable[str]) -> None:
     """
     # A terminal sends it to all processes; the command decides when they end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    set_by_imports = _import_all(modules)
+    try:
+        set_by_imports = _import_all(modules)
+    except Exception:
+        _logger.exception("engines and gateways start without a fork server, and take longer")
+        sys.exit(UNFIT)
     task = ForkServer(socket.socket(fileno=listener), set_by_imports).serve()
     importlib.import_module(task.child).main(task.descriptor, *task.arguments)
 

@@ -1,4 +1,4 @@
-"""What a node's fork server is asked for: a process forked from it, and the server itself."""
+"""A process that is asked of the node's fork server."""
 
 from __future__ import annotations
 
@@ -7,19 +7,13 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from loomserve.platform.engine.process.environment import FORK_SERVER_ENVIRONMENT
 from loomserve.platform.engine.process.fork_server import LONGEST_MESSAGE, ForkRequest
 from loomserve.platform.run.folder import RUN_VARIABLE, RunFolder, own_run
 
-_FORK_SERVER = "loomserve.platform.engine.process.fork_server"
 _SOCKET = "fork-server"
-_LOG = "fork-server.log"
-_BACKLOG = 128
 _STDOUT, _STDERR = 1, 2
 _STATUS_TIMEOUT_S = 1.0
 # Of a process whose fork server has ended before it.
@@ -32,7 +26,7 @@ class ForkedProcess:
     def __init__(self, connection: socket.socket, pid: int, descriptor: int) -> None:
         """
         Args:
-            connection: to the fork server, which kills the process when it ends.
+            connection: to the fork server and the process, which is killed when it ends.
             pid: the process's id.
             descriptor: refers to the process, whoever gets its id next.
         """
@@ -80,13 +74,14 @@ def fork(
     Args:
         child: the module whose ``main`` it runs, with the descriptor and the arguments.
         environment: all that it has in its environment.
-        timeout_s: how long the fork server may take to import what it has to.
+        timeout_s: how long the fork server may take to import what it has to, also one that is
+            started in the place of one that has ended.
 
     Returns:
         The process; None: this process is of no run, or its run has no fork server.
 
     Raises:
-        OSError: the fork server has ended, or does not answer in time.
+        OSError: the fork server has ended meanwhile, or does not answer in time.
         ValueError: it does not answer as a fork server does.
     """
     if RUN_VARIABLE not in os.environ:
@@ -94,7 +89,7 @@ def fork(
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(timeout_s)
-        connection.connect(_address(own_run()))
+        connection.connect(address(own_run()))
         request: ForkRequest = {
             "child": child,
             "arguments": [*arguments],
@@ -112,29 +107,6 @@ def fork(
         raise
 
 
-def start_fork_server(
-    run: RunFolder, environment: Mapping[str, str], preloaded: Iterable[str]
-) -> subprocess.Popen[bytes]:
-    """The fork server of a run, which ends with the run; requests wait until it has imported all.
-
-    Args:
-        run: where it listens.
-        environment: that of the run's processes.
-        preloaded: the modules that its children have.
-    """
-    log = (run.path / _LOG).open("wb")
-    with log, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(_address(run))
-        listener.listen(_BACKLOG)
-        return subprocess.Popen(
-            [sys.executable, "-m", _FORK_SERVER, str(listener.fileno()), *preloaded],
-            env={**environment, **FORK_SERVER_ENVIRONMENT},
-            pass_fds=[listener.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-
-
-def _address(run: RunFolder) -> str:
+def address(run: RunFolder) -> str:
+    """Where the fork server of a run listens."""
     return str(run.sockets / _SOCKET)

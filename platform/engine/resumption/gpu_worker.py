@@ -9,6 +9,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from loomserve.kvstore.engine.connector import own_worker
 from loomserve.platform.engine.gpu_memory import taken_bytes
+from loomserve.platform.engine.process.lone_groups import groups_without_ports
 from loomserve.platform.engine.resumption.model_runner import ResumesRequests
 
 
@@ -26,7 +27,8 @@ class ResumingGpuWorker(Worker):  # type: ignore[misc]
     runner_class = ResumingGpuModelRunner
 
     def init_device(self) -> None:
-        super().init_device()
+        with groups_without_ports(self.vllm_config.parallel_config.world_size_across_dp):
+            super().init_device()
         self.model_runner: Any
         if type(self.model_runner) is GPUModelRunner:
             # It holds nothing yet.

@@ -8,8 +8,10 @@ its last output; of a request that ends in another way it is told nothing.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 _TOLD = "loomserve_device_s"
 

@@ -45,7 +45,8 @@ class QueueOrder:
         self._swap = swap
         self._queued: dict[str, tuple[int, int, QueuedRequest]] = {}
         self._hints: dict[str, RequestHints] = {}
-        self._background: set[str] = set()
+        self._out_of_turn: set[str] = set()
+        """Requests that do not stand where they arrived."""
         self._token_s = 0.0
         self._arrived: dict[str, float] = {}
         self._newcomers = 0
@@ -67,7 +68,7 @@ class QueueOrder:
     def forget(self, request: Request) -> None:
         self._queued.pop(request.request_id, None)
         self._hints.pop(request.request_id, None)
-        self._background.discard(request.request_id)
+        self._out_of_turn.discard(request.request_id)
         self._arrived.pop(request.request_id, None)
 
     def on_step(self, mean_step_s: float) -> None:
@@ -87,7 +88,7 @@ class QueueOrder:
         """
         # vLLM's own order is not found again from a part of it.
         in_arrival_order = self._options.queue == "fcfs"
-        if in_arrival_order and not self._background:
+        if in_arrival_order and not self._out_of_turn:
             self._newcomers = 0
             return
         begin = time.perf_counter()
@@ -104,12 +105,14 @@ class QueueOrder:
         """Sort key: the least is served first and preempted last."""
         if self._options.queue == "fcfs":
             # Else the order is that of vLLM: what was preempted comes first.
-            return (self.hints(request).background,)
+            return (self.hints(request).background, request.priority)
         seen = self.seen(request)
         # What is swapped out comes back first, or swap space would stay full behind newer ones.
         later = self._foresees and request.request_id not in self._swap
         priority = self._priority(seen, now)
-        return seen.background, later, -priority, seen.arrived_s, request.request_id
+        # What its client said comes before what is found out here.
+        asked = (seen.background, request.priority)
+        return *asked, later, -priority, seen.arrived_s, request.request_id
 
     def priority(self, request: Request, now: float) -> float:
         return self._priority(self.seen(request), now)
@@ -133,8 +136,8 @@ class QueueOrder:
             extra = parameters.extra_args if parameters else None
             hints = RequestHints(expected_of(extra), deadline_of(extra), is_background(extra))
             self._hints[request.request_id] = hints
-            if hints.background:
-                self._background.add(request.request_id)
+            if hints.background or request.priority:
+                self._out_of_turn.add(request.request_id)
         return hints
 
     def _look_at(self, request: Request) -> QueuedRequest:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from contextlib import ExitStack
+from itertools import chain
 from typing import Any, Protocol
 
 import msgspec
@@ -25,7 +27,12 @@ from loomserve.platform.engine.core.addresses import (
     READY,
 )
 from loomserve.platform.engine.core.network_sockets import notice_loss
-from loomserve.platform.front_end.engine.peer_process import watch_peer
+from loomserve.platform.engine.process.peer_process import (
+    PeerProcess,
+    PeerState,
+    nobody_listens,
+    seen_process,
+)
 from loomserve.platform.run.engine_address import EngineAddress, EngineNetwork
 from loomserve.platform.state.told_load import ToldLoad, load_of
 
@@ -40,6 +47,9 @@ _MOST_UNREAD = 10_000
 # What has been sent before a connection is closed on purpose gets so long to arrive.
 _LINGER_MS = 500
 _CONNECT_TIMEOUT_MS = 2000
+# How often the engine's process is looked at, and looked for while it cannot be seen.
+_LOOK_S = 0.05
+_SEEK_S = 1.0
 
 
 class Listener(Protocol):
@@ -48,8 +58,11 @@ class Listener(Protocol):
     def ready(self, response: EngineCoreReadyResponse) -> None:
         """The engine takes requests; again on one connection: it has forgotten those before."""
 
-    def beat(self, steps: int, running: int, waiting: int) -> None:
-        """It lives, has taken so many steps, and has so many requests, whoever sent them."""
+    def beat(self, steps: int, running: int, waiting: int, cpu_s: float | None = None) -> None:
+        """It lives, has taken so many steps, and has so many requests, whoever sent them.
+
+        ``cpu_s`` is the time on cores that its process has had.
+        """
 
     def stopped(self) -> None:
         """Its process is stopped; told again and again while it is."""
@@ -60,8 +73,11 @@ class Listener(Protocol):
     def loaded(self, load: ToldLoad) -> None:
         """Its load after the outputs before."""
 
-    def gone(self) -> None:
-        """The connection has ended after the engine was ready."""
+    def gone(self, *, ended: bool) -> None:
+        """The connection has ended after the engine was ready.
+
+        ``ended``: so has the engine's process, certainly.
+        """
 
 
 class EngineConnection:
@@ -72,6 +88,8 @@ class EngineConnection:
         self.address = address
         self._identity = identity
         self._listener = listener
+        self.process: PeerProcess | None = None
+        """The engine's, while it can be seen."""
         self._input: zmq.asyncio.Socket | None = None
         self._broken = asyncio.Event()
         self._answered = asyncio.Event()
@@ -106,61 +124,72 @@ class EngineConnection:
     async def _keep(self) -> None:
         pause_s = _FIRST_PAUSE_S
         while True:
-            await self._connected()
+            ended = await self._connected()
             pause_s = _FIRST_PAUSE_S if self._ready else min(2 * pause_s, _LONGEST_PAUSE_S)
             if self._ready:
                 self._ready = False
-                self._listener.gone()
+                self._listener.gone(ended=ended)
             await asyncio.sleep(pause_s)
 
-    async def _connected(self) -> None:
-        """Returns when the connection has ended."""
-        context = zmq.asyncio.Context.instance()
-        inputs, outputs = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
-        monitor = outputs.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+    async def _connected(self) -> bool:
+        """Returns when the connection has ended, and whether the engine's process has."""
         self._broken.clear()
         self._answered.clear()
-        tasks: list[asyncio.Task[Any]] = []
-        try:
-            network = self.address.from_here
-            there = network or self.address
-            for socket, address in ((inputs, there.input), (outputs, there.output)):
-                socket.set(zmq.IDENTITY, self._identity)
-                socket.set(zmq.SNDHWM, _MOST_UNSENT)
-                socket.set(zmq.RCVHWM, _MOST_UNREAD)
-                # ZMQ would try again for ever, ten times a second, and deliver what is outdated.
-                socket.set(zmq.RECONNECT_IVL, -1)
-                if network is not None:
-                    _over_network(socket, network)
-                socket.connect(address)
-            self._input = inputs
-            waits = (
-                self._receive(outputs),
-                self._say_hello(outputs),
-                monitor.recv_multipart(),
-                self._broken.wait(),
-                self._watch_process(there.output),
-            )
-            tasks = [asyncio.ensure_future(each) for each in waits]
-            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in ended:
-                task.result()
-        except Exception:  # whatever it is, its requests have to go on elsewhere
-            _log.exception("the connection to the engine at %s failed", self.address.output)
-        finally:
-            self._input = None
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            outputs.disable_monitor()
-            monitor.close(linger=0)
-            inputs.close(linger=_LINGER_MS)
-            outputs.close(linger=0)
+        network = self.address.from_here
+        there = network or self.address
+        with ExitStack() as opened:
+            try:
+                inputs, outputs, monitor = self._sockets(opened, network)
+                inputs.connect(there.input)
+                outputs.connect(there.output)
+                self._input = inputs
+                ends = self._receive(outputs), self._watch_process(there.output)
+                breaks = self._say_hello(outputs), monitor.recv_multipart(), self._broken.wait()
+                if await _first_of(ends, breaks):
+                    return True
+            except Exception:  # whatever it is, its requests have to go on elsewhere
+                _log.exception("the connection to the engine at %s failed", self.address.output)
+            finally:
+                self._input = None
+                process, self.process = self.process, None
+                if process is not None:
+                    opened.callback(process.close)
+            if process is None:
+                return self._ready and await nobody_listens(there.output)
+            return process.state() is PeerState.ENDS
+
+    def _sockets(
+        self, opened: ExitStack, network: EngineNetwork | None
+    ) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket, zmq.asyncio.Socket]:
+        """Input, output, and what tells that the output has been disconnected."""
+        context = zmq.asyncio.Context.instance()
+        made: list[zmq.asyncio.Socket] = []
+        for linger_ms in (_LINGER_MS, 0):
+            made.append(socket := context.socket(zmq.DEALER))
+            opened.callback(socket.close, linger=linger_ms)
+            socket.set(zmq.IDENTITY, self._identity)
+            socket.set(zmq.SNDHWM, _MOST_UNSENT)
+            socket.set(zmq.RCVHWM, _MOST_UNREAD)
+            # ZMQ would try again for ever, ten times a second, and deliver what is outdated.
+            socket.set(zmq.RECONNECT_IVL, -1)
+            if network is not None:
+                _over_network(socket, network)
+        inputs, outputs = made
+        monitor = outputs.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        opened.callback(monitor.close, linger=0)
+        opened.callback(outputs.disable_monitor)
+        return inputs, outputs, monitor
 
     async def _watch_process(self, address: str) -> None:
         """Returns when the engine's process begins to end, where that can be seen."""
         await self._answered.wait()
-        await watch_peer(address, self._listener.stopped)
+        while (process := seen_process(address)) is None:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(_SEEK_S)
+        self.process = process
+        while (state := process.state()) is not PeerState.ENDS:
+            if state is PeerState.STOPPED:
+                self._listener.stopped()
+            await asyncio.sleep(_LOOK_S)
 
     async def _say_hello(self, outputs: zmq.asyncio.Socket) -> None:
         connection = uuid.uuid4().bytes
@@ -195,6 +224,21 @@ class EngineConnection:
             self._listener.outputs(frames)
         if load is not None:
             self._listener.loaded(load)
+
+
+async def _first_of(*groups: Sequence[Awaitable[Any]]) -> bool:
+    """Run all until one is done; whether that is one of the first group."""
+    tasks = [[asyncio.ensure_future(each) for each in group] for group in groups]
+    every = list(chain.from_iterable(tasks))
+    try:
+        ended, _ = await asyncio.wait(every, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+        return not ended.isdisjoint(tasks[0])
+    finally:
+        for task in every:
+            task.cancel()
+        await asyncio.gather(*every, return_exceptions=True)
 
 
 def _over_network(socket: zmq.asyncio.Socket, network: EngineNetwork) -> None:

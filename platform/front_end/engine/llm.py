@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.renderers import renderer_from_config
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tracing import init_tracer
 from vllm.transformers_utils.config import maybe_register_config_serialize_by_value
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.engine.output_processor import OutputProcessor
 
 from loomserve.platform.disaggregation.metrics import HandoffMetrics
+from loomserve.platform.front_end.engine.answers.texts import AnswerTexts
 from loomserve.platform.front_end.engine.replica import ConnectedReplica
 from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
 from loomserve.platform.front_end.engine.statistics import ReplicaStatistics
 from loomserve.platform.requests.engine.grammar_checks import GrammarCheckingLLM, GrammarChecks
+from loomserve.platform.requests.policy.logprobs import most_tokens
+from loomserve.platform.simulated.limits import refusal
+from loomserve.platform.simulated.options import SIMULATED_CONFIG
 
 # Any number but one tells vLLM not to keep what it has sent of images from an engine, which only
 # works if each request goes to the engine that the one before it went to.
 _SEVERAL_PROCESSES = 2
+_COMPLETION = "cmpl-"
+"""What vLLM's ids of requests to ``/v1/completions`` begin with."""
 
 
 class FrontEndLLM(GrammarCheckingLLM):
@@ -63,7 +72,7 @@ class FrontEndLLM(GrammarCheckingLLM):
         self.admission_stats = None
         self.renderer = renderer_from_config(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
-        self.output_processor = OutputProcessor(
+        self.output_processor = AnswerTexts(
             self.renderer.tokenizer,
             log_stats=True,
             stream_interval=vllm_config.scheduler_config.stream_interval,
@@ -72,11 +81,24 @@ class FrontEndLLM(GrammarCheckingLLM):
         self.logger_manager = self.statistics = ReplicaStatistics(vllm_config)
         self.output_handler = None
         self._grammars = GrammarChecks(self.input_processor)
+        self._is_simulated = SIMULATED_CONFIG in vllm_config.additional_config
         self.engine_core = client
         client.on_ready = self._replica_ready
         client.on_removed = lambda replica: self.statistics.remove(replica.index)
         client.requests.on_failed = self._request_failed
         client.handoffs.metrics_of = self._handoff_metrics
+
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._is_simulated and (why := refusal(params)) is not None:
+            raise VLLMValidationError(why)
+        if isinstance(params, SamplingParams):
+            _bound_logprobs(prompt, params)
+        if request_id.startswith(_COMPLETION) and not isinstance(prompt, AsyncGenerator):
+            # Its text is one: vLLM would hold none of it to a grammar before reasoning has ended.
+            kwargs["reasoning_ended"] = True
+        return await super().add_request(request_id, prompt, params, *args, **kwargs)
 
     @property
     def errored(self) -> bool:
@@ -124,3 +146,23 @@ class FrontEndLLM(GrammarCheckingLLM):
         whole = request_id if state.parent_req is None else state.parent_req.request_id
         aborted = self.output_processor.abort_requests([whole], internal=True)
         self.engine_core.requests.abort(aborted)
+
+
+def _bound_logprobs(prompt: Any, params: SamplingParams) -> None:
+    """Of a prompt whose tokens are counted, and of an answer whose client gives it no length.
+
+    Raises:
+        VLLMValidationError: the prompt has too many.
+    """
+    if params.prompt_logprobs is not None:
+        tokens = len(prompt.get("prompt_token_ids") or ()) if isinstance(prompt, dict) else 0
+        if (most := most_tokens(params.prompt_logprobs, 1)) < tokens:
+            raise VLLMValidationError(
+                f"With {params.prompt_logprobs} log probabilities for each token a prompt may have "
+                f"{most} tokens, and this one has {tokens}. Ask for fewer, or shorten it.",
+                parameter="prompt_logprobs",
+            )
+    at_once = params.output_kind is RequestOutputKind.FINAL_ONLY
+    if params.logprobs is not None and at_once and params.max_tokens is not None:
+        most = most_tokens(params.logprobs, params.n)
+        params.max_tokens = max(min(params.max_tokens, most), params.min_tokens)

@@ -6,7 +6,12 @@ from http import HTTPStatus
 
 from vllm.exceptions import GracefulHTTPError
 
-from loomserve.platform.base.errors import QUERY_OF_DEATH, EngineGone, RequestError
+from loomserve.platform.base.errors import (
+    ENGINE_STALLED,
+    QUERY_OF_DEATH,
+    EngineGone,
+    RequestError,
+)
 from loomserve.platform.front_end.policy.continuation import Fate
 from loomserve.platform.http.engine_errors import no_replica
 
@@ -32,6 +37,15 @@ def lost_request(fate: Fate, model: str, request_id: str) -> LostRequestError:
                 "other is asked. Change the request, or give the operator its id, "
                 f"{request_id}",
                 reason=QUERY_OF_DEATH,
+            )
+        )
+    if fate is Fate.END_STALLED:
+        return LostRequestError(
+            EngineGone(
+                f"engines of model {model!r} stood still while they worked on this very request, "
+                "so no other is asked. Change the request, or give the operator its id, "
+                f"{request_id}",
+                reason=ENGINE_STALLED,
             )
         )
     if fate is Fate.END_TOO_OFTEN:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from loomserve.platform.engine.core.departures import asked_to
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.engine.scheduling.device_time import take_device_s
 from loomserve.platform.front_end.policy.continuation import (
-    DEATHS,
+    BLAMED,
     AnswerLimits,
     Death,
     Ending,
@@ -73,7 +73,7 @@ class OpenRequest:
     """Tokens that it had when its replica got it."""
     deaths: list[Death] = field(default_factory=list)
     ended_with: set[str] = field(default_factory=set)
-    """Ids of replicas that ended with it."""
+    """Ids of replicas that ended or stood still with it."""
     moves: int = 0
     wanted_at: str | None = None
     """The replica with which its engine would have it go on."""
@@ -132,20 +132,28 @@ class OpenRequest:
             self.stays = Stays(self.context.trace, self.id)
 
     def note_loss(self, lost: Loss) -> bool:
-        """Remember why it has to leave; whether that is an engine's end not noted yet."""
+        """Remember why it has to leave; whether it may have caused that, and it is not noted."""
         self.lost = lost
-        if lost not in DEATHS or self._noted == self.attempt or self.replica_id is None:
+        if lost not in BLAMED or self.replica_id is None:
             return False
+        if self._noted == self.attempt:
+            if self.deaths[-1].ended or lost is not Loss.GONE:
+                return False
+            self.deaths.pop()
         self._noted = self.attempt
-        self.deaths.append(Death(len(self.tokens), len(self.tokens) - self.placed_at))
+        given = len(self.tokens) - self.placed_at
+        self.deaths.append(Death(len(self.tokens), given, ended=lost is Loss.GONE))
         self.ended_with.add(self.replica_id)
         return True
 
-    def place(self, chosen: ChosenReplica) -> None:
-        """It has been sent to a replica."""
+    def place(self, chosen: ChosenReplica, steps: Callable[[], int]) -> None:
+        """It has been sent to a replica, whose engine has taken so many steps."""
         self.replica_id, self.routing = chosen
+        if self.context is not None:
+            self.context.engines[self.id] = lambda: (
+                None if self.attempt and len(self.tokens) == self.placed_at else steps()
+            )
         self.waiting_since = None
-        self.placed_at = len(self.tokens)
         if self.stays is not None:
             prompt_only = self.answers is not None
             self.stays.begin(self.replica_id, prompt_only=prompt_only, attempt=self.attempt)
@@ -156,6 +164,7 @@ class OpenRequest:
         ``cut_off``: nothing in its answer has ended it.
         """
         if self.context is not None:
+            self.context.engines.pop(self.id, None)
             usage, answered = self.context.usage, len(self.tokens)
             self.computed.add_to(usage, self.prompt_id, answered, cut_off=cut_off)
             if self.computed.prompt is None and self.replica_id is not None:
@@ -166,7 +175,7 @@ class OpenRequest:
 
     def leave(self) -> None:
         """It is with no replica, and what the last one still sends is not for it."""
-        if self.lost not in DEATHS and self.lost is not Loss.DRAINED:
+        if self.lost not in BLAMED and self.lost is not Loss.DRAINED:
             self.moves += 1
         self.computed.note(len(self.tokens), None)
         self._part()
@@ -182,6 +191,7 @@ class OpenRequest:
     def _part(self) -> None:
         self.replica_id = self.routing = None
         self.attempt += 1
+        self.placed_at = len(self.tokens)
 
     def route(self, candidates: frozenset[str]) -> RoutingRequest:
         """What its next replica is chosen by."""
@@ -246,7 +256,7 @@ class OpenRequest:
             The seconds that it paused while it moved, if this is the first token after that.
         """
         if self.context is not None:
-            self.context.outputs += 1
+            self.context.usage.outputs += 1
         if output.prefill_stats is not None:
             self.computed.begin(output.prefill_stats)
         if self.trace_headers is not None:
@@ -285,13 +295,8 @@ class OpenRequest:
 
     def _last_output(self, ended: Ending) -> EngineCoreOutput:
         reason = FinishReason.STOP if ended.reason == "stop" else FinishReason.LENGTH
-        return EngineCoreOutput(
-            self.id,
-            [],
-            finish_reason=reason,
-            stop_reason=ended.stop_token,
-            trace_headers=self.trace_headers,
-        )
+        how = {"finish_reason": reason, "stop_reason": ended.stop_token}
+        return EngineCoreOutput(self.id, [], **how, trace_headers=self.trace_headers)
 
 
 def digest(request: EngineCoreRequest) -> bytes:

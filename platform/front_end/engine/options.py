@@ -13,7 +13,9 @@ from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.usage.usage_lib import UsageContext
 
 from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.engine.options.model_class import look_at_class
 from loomserve.platform.engine.options.structured import structured
+from loomserve.platform.engine.options.words import in_fields
 
 
 def server_options(name: str, options: Mapping[str, Any]) -> tuple[Namespace, VllmConfig]:
@@ -25,8 +27,9 @@ def server_options(name: str, options: Mapping[str, Any]) -> tuple[Namespace, Vl
             may be given as mappings.
 
     Raises:
-        ConfigError: vLLM refuses them.
+        ConfigError: vLLM refuses them, or lacks a package for the model.
     """
+    look_at_class(options)
     of_front_end = {field.name for field in dataclasses.fields(FrontendArgs)}
     front_end = {key: value for key, value in options.items() if key in of_front_end}
     engine = {key: value for key, value in options.items() if key not in of_front_end}
@@ -34,8 +37,10 @@ def server_options(name: str, options: Mapping[str, Any]) -> tuple[Namespace, Vl
     try:
         engine_args = AsyncEngineArgs(**structured(engine))
         config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-        front_end_args = FrontendArgs(**front_end)
+        # vLLM would keep a query with one engine, while its documents go to any.
+        front_end_args = FrontendArgs(**{**front_end, "enable_flash_late_interaction": False})
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"model {name!r}: vLLM refuses its engine options: {error}") from error
+        why = in_fields(str(error))
+        raise ConfigError(f"model {name!r}: vLLM refuses its engine options: {why}") from error
     # A few options are both the server's and the engine's.
     return Namespace(**vars(front_end_args) | vars(engine_args)), config

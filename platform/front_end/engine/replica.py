@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from vllm.v1.engine import EngineCoreReadyResponse, EngineCoreRequestType
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from loomserve.platform.engine.process.attentive_clock import PeerClock, ToldWork, Work
 from loomserve.platform.front_end.engine.connection import EngineConnection
 from loomserve.platform.front_end.engine.open_requests import OpenRequest
 from loomserve.platform.front_end.policy.continuation import (
@@ -25,6 +26,9 @@ from loomserve.platform.state.told_load import ToldLoad
 
 Clock = Callable[[], float]
 
+# An engine that answers and steps more often than that is not looked at.
+_LATE_S = 1.0
+
 
 class ReplicaEvents(Protocol):
     """What a replica tells the client that has it."""
@@ -37,7 +41,7 @@ class ReplicaEvents(Protocol):
         self, replica: ConnectedReplica, load: ToldLoad, counted_until: float
     ) -> None: ...
 
-    def on_gone(self, replica: ConnectedReplica) -> None: ...
+    def on_gone(self, replica: ConnectedReplica, *, ended: bool) -> None: ...
 
     def on_forgotten(self, replica: ConnectedReplica) -> None: ...
 
@@ -67,32 +71,47 @@ class ConnectedReplica:
         self.empty = asyncio.Event()
         self.empty.set()
         self._events = events
-        self._clock = clock
-        self._heard_at = self._stepped_at = clock()
-        self._steps = -1
+        self._told = ToldWork(clock)
+        self._clock = PeerClock(clock, self._work)
+        self._heard_at = self._stepped_at = self._clock()
+        self.steps = -1
+        """Of the engine since its start, as it told last."""
         self._hangs = False
         self._unwanted: list[str] = []
         self._sends = SendTimes()
         self.connection = EngineConnection(identity, address, self)
 
-    def usable(self, now: float, bounds: ContinuationBounds) -> bool:
+    def tick(self) -> None:
+        """Have its clock go on; called a few times a second."""
+        now = self._clock()
+        late = now - self._heard_at > _LATE_S or (
+            bool(self.open) and now - self._stepped_at > _LATE_S
+        )
+        self._clock.tick(late=late)
+
+    def _work(self) -> Work | None:
+        process = self.connection.process
+        return process.work() if process is not None else self._told()
+
+    def usable(self, bounds: ContinuationBounds) -> bool:
         """Whether it may get requests."""
         if self.facts is None:
             return False
         # Each choice of a replica asks all of them, and nearly all are well.
+        now = self._clock()
         is_well = (
             not self.draining
             and now - self._heard_at <= bounds.silence_s
             and now - self._stepped_at <= bounds.hang_s
         )
-        return is_well or self.loss(now, bounds) is None
+        return is_well or self.loss(bounds) is None
 
-    def loss(self, now: float, bounds: ContinuationBounds) -> Loss | None:
+    def loss(self, bounds: ContinuationBounds) -> Loss | None:
         """Why its requests have to leave it, if they have to."""
         # Its requests leave a loop that hangs, which is not well for that.
         busy = len(self.open) or int(self._hangs)
         view = ReplicaView(self._heard_at, self._stepped_at, busy, self.draining)
-        lost = loss(view, now, bounds)
+        lost = loss(view, self._clock(), bounds)
         self._hangs = self._hangs or lost is Loss.HUNG
         return lost
 
@@ -133,13 +152,15 @@ class ConnectedReplica:
         else:
             self._events.on_connected(self)
 
-    def beat(self, steps: int, running: int, waiting: int) -> None:
+    def beat(self, steps: int, running: int, waiting: int, cpu_s: float | None = None) -> None:
+        if cpu_s is not None:
+            self._told.told(cpu_s)
         self._heard_at = self._clock()
         self.load = running, waiting
-        if steps != self._steps or not running + waiting:
+        if steps != self.steps or not running + waiting:
             self._hangs = False
-        if steps != self._steps or not (self.open or self._hangs):
-            self._steps, self._stepped_at = steps, self._heard_at
+        if steps != self.steps or not (self.open or self._hangs):
+            self.steps, self._stepped_at = steps, self._heard_at
 
     def stopped(self) -> None:
         # Silence that need not be waited for, until it beats.
@@ -154,10 +175,10 @@ class ConnectedReplica:
         until = self._sends.counted(load.counted, time.monotonic())
         self._events.on_loaded(self, load, until)
 
-    def gone(self) -> None:
+    def gone(self, *, ended: bool) -> None:
         self.facts = None
         self._unwanted.clear()
-        self._events.on_gone(self)
+        self._events.on_gone(self, ended=ended)
 
 
 class UsableReplicas:
@@ -171,16 +192,14 @@ class UsableReplicas:
         self,
         replicas: Mapping[str, ConnectedReplica],
         bounds: ContinuationBounds,
-        clock: Clock,
     ) -> None:
         """``replicas`` are those that there are, whatever their state."""
-        self._replicas, self._bounds, self._clock = replicas, bounds, clock
+        self._replicas, self._bounds = replicas, bounds
         self._ids: frozenset[str] = frozenset()
 
     def look(self) -> None:
-        now = self._clock()
         self._ids = frozenset(
-            each.id for each in self._replicas.values() if each.usable(now, self._bounds)
+            each.id for each in self._replicas.values() if each.usable(self._bounds)
         )
 
     def ids(self) -> frozenset[str]:

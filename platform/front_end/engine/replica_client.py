@@ -22,8 +22,8 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from loomserve.platform.engine.process.attentive_clock import AttentiveClock
 from loomserve.platform.front_end.engine.adapters import AdapterBook
-from loomserve.platform.front_end.engine.attentive_clock import AttentiveClock
 from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.replica import ConnectedReplica
 from loomserve.platform.front_end.engine.request_book import RequestBook
@@ -164,14 +164,15 @@ class ReplicaSetClient(UtilityClient):
         self.on_ready(replica)
         self.requests.watch()
 
-    def on_gone(self, replica: ConnectedReplica) -> None:
+    def on_gone(self, replica: ConnectedReplica, *, ended: bool) -> None:
         _log.warning(
-            "replica %s of model %s is gone; %d requests go on elsewhere",
+            "%s replica %s of model %s has ended; %d requests go on elsewhere",
+            "the engine of" if ended else "the connection to",
             replica.id,
             self._model,
             len(replica.open),
         )
-        self._lose_all(replica, Loss.GONE)
+        self._lose_all(replica, Loss.GONE if ended else Loss.CUT)
 
     def on_forgotten(self, replica: ConnectedReplica) -> None:
         _log.warning("replica %s of model %s had let this front end go", replica.id, self._model)
@@ -197,7 +198,10 @@ class ReplicaSetClient(UtilityClient):
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Place a request; one that has to wait for a replica does not keep the caller."""
         self._start()
-        self.requests.add(request, routing_context.get())
+        context = routing_context.get()
+        if request.cache_salt is None and context is not None:
+            request.cache_salt = context.salt
+        self.requests.add(request, context)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.requests.abort(request_ids)
@@ -264,6 +268,8 @@ class ReplicaSetClient(UtilityClient):
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             self._clock.tick()
+            for replica in self._replicas.values():
+                replica.tick()
             try:
                 self.requests.watch()
             except Exception:  # the next look may go well, and all requests depend on it

@@ -68,12 +68,12 @@ class RequestBook:
         """A request, by its id, ends with an error."""
         self._model, self._replicas = model, replicas
         self._choose, self._left = checked(choose), left
-        self._metrics, self._bounds, self._clock = metrics, bounds, clock
+        self._metrics, self.bounds, self._clock = metrics, bounds, clock
         self._encoder, self._handoffs = encoder, handoffs
         self._adapters = adapters or AdapterBook()
         self._unplaced: dict[str, OpenRequest] = {}
         self._deadly = QueriesOfDeath(clock)
-        self._usable = UsableReplicas(replicas, bounds, clock)
+        self._usable = UsableReplicas(replicas, bounds)
 
     def add(self, request: EngineCoreRequest, context: RoutingContext | None) -> None:
         """Place a request, or keep it until there is a replica for it."""
@@ -86,7 +86,7 @@ class RequestBook:
         one.begin()
         self.open[one.id] = self._unplaced[one.id] = one
         ended_with = self._deadly.replicas(digest(request)) if self._deadly else ()
-        if len(ended_with) >= self._bounds.most_suspected:
+        if len(ended_with) >= self.bounds.most_suspected:
             self._fail(one, Fate.END_SUSPECT)
         else:
             self._decide(one, None)
@@ -137,23 +137,22 @@ class RequestBook:
         leaving = list(replica.open.values())
         self._usable.look()
         for one in leaving:
-            self._leave(one, lost, abort=lost is not Loss.GONE)
+            self._leave(one, lost, abort=lost not in (Loss.GONE, Loss.CUT))
         replica.flush(self._encoder)
         for one in leaving:
             self._decide(one, lost)
 
     def watch(self) -> None:
         """Look at all replicas, and at all requests that wait."""
-        now = self._clock()
         self._usable.look()
         for replica in list(self._replicas.values()):
-            lost = replica.loss(now, self._bounds) if replica.facts is not None else None
+            lost = replica.loss(self.bounds) if replica.facts is not None else None
             for one in list(replica.open.values()):
                 if lost is not None:
                     self._decide(one, lost)
                     continue
                 one.waiting_since = None
-                if self._deadly and one.deaths and not suspicions(one.view, self._bounds):
+                if self._deadly and one.deaths and not suspicions(one.view, self.bounds):
                     self._deadly.answered(digest(one.request))
         for one in list(self._unplaced.values()):
             self._decide(one, one.lost)
@@ -197,7 +196,7 @@ class RequestBook:
             self._fail(one, decided)
 
     def _fate(self, one: OpenRequest, lost: Loss | None, now: float, *, others: bool) -> Fate:
-        return fate(one.view, lost, others=others, now=now, bounds=self._bounds)
+        return fate(one.view, lost, others=others, now=now, bounds=self.bounds)
 
     def _go_on(self, one: OpenRequest, lost: Loss | None, others: frozenset[str]) -> bool:
         """Send a request to another replica, or end it; False: it has to wait."""
@@ -247,7 +246,7 @@ class RequestBook:
         if not replica.add(one, self._encoder.encode(by_age(one.to_send()))):
             self._left(chosen.routing, replica.id)
             return False
-        one.place(chosen)
+        one.place(chosen, lambda: replica.steps)
         self._unplaced.pop(one.id, None)
         if one.attempt and one.lost is not None:
             self._metrics.continued(one.lost)
@@ -262,7 +261,7 @@ class RequestBook:
         self._unplaced[one.id] = one
 
     def _note(self, one: OpenRequest, lost: Loss) -> None:
-        if one.note_loss(lost) and one.replica_id is not None:
+        if one.note_loss(lost) and lost is Loss.GONE and one.replica_id is not None:
             self._deadly.ended(digest(one.request), one.replica_id)
 
     def _part(self, one: OpenRequest, why: str, *, abort: bool) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,10 @@ from vllm.v1.engine import EngineCoreReadyResponse
 from loomserve.platform.adapters.messages import AdapterRoute
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.heap import give_back_freed, settle_heap
+from loomserve.platform.front_end.engine.answers.messages import use_messages
+from loomserve.platform.front_end.engine.answers.tool_calls import tell_tool_calls
 from loomserve.platform.front_end.engine.handoffs import Handoffs
+from loomserve.platform.front_end.engine.input_errors import bound_input_errors
 from loomserve.platform.front_end.engine.llm import FrontEndLLM
 from loomserve.platform.front_end.engine.options import server_options
 from loomserve.platform.front_end.engine.replica_client import Loaded, ReplicaSetClient
@@ -69,6 +73,28 @@ def _nobody(_: RoutingRequest, __: str) -> None:
 
 def _unasked(_: str, __: ToldLoad, ___: float) -> None:
     pass
+
+
+async def server_app(llm: FrontEndLLM, args: Any, tasks: tuple[Any, ...]) -> Any:
+    """vLLM's app of a model, as the gateway has it.
+
+    Args:
+        llm: the front end.
+        args: vLLM's, of its server.
+        tasks: what the model can do.
+    """
+    app = build_app(args, supported_tasks=tasks, model_config=llm.model_config)
+    app.user_middleware = [
+        each for each in app.user_middleware if each.cls.__name__ not in _OF_A_SERVER
+    ]
+    bound_input_errors(app)
+    app.middleware_stack = app.build_middleware_stack()
+    use_messages()
+    await init_app_state(llm, app.state, args, tasks)
+    tell_tool_calls(app.state)
+    # vLLM would end its own server by it when its only engine has failed.
+    app.state.server = SimpleNamespace()
+    return app
 
 
 class ModelServing:
@@ -117,6 +143,8 @@ class ModelServing:
         self._models: Any = None
         """vLLM's, of the names that clients may ask for; None: the app is not there yet."""
         self._app: asyncio.Task[Any] | None = None
+        self.tasks: tuple[str, ...] = ()
+        """What engines of the model can do, in vLLM's words; empty: none has said yet."""
 
     async def start(self) -> None:
         """Load what serving needs: configuration, tokenizer, templates. It needs no engine.
@@ -132,6 +160,9 @@ class ModelServing:
     def _load(self) -> FrontEndLLM:
         self._args, config = server_options(self._name, self._options)
         share_tokenizer(config.model_config)
+        if config.model_config.has_inner_state:
+            book = self._client.requests
+            book.bounds = replace(book.bounds, resumes=False)
         log_requests = self._args.enable_log_requests
         llm = FrontEndLLM(config, self._client, log_requests=log_requests, traced=self._traced)
         # Reading a tokenizer leaves much of it behind.
@@ -150,14 +181,8 @@ class ModelServing:
             except Exception:  # of the engine that was asked; another may come
                 _log.exception("an engine of model %s did not say what it can do", self._name)
                 await asyncio.sleep(1)
-        app = build_app(self._args, supported_tasks=tasks, model_config=llm.model_config)
-        app.user_middleware = [
-            each for each in app.user_middleware if each.cls.__name__ not in _OF_A_SERVER
-        ]
-        app.middleware_stack = app.build_middleware_stack()
-        await init_app_state(llm, app.state, self._args, tasks)
-        # vLLM would end its own server by it when its only engine has failed.
-        app.state.server = SimpleNamespace()
+        self.tasks = tuple(tasks)
+        app = await server_app(llm, self._args, tasks)
         self._models = app.state.openai_serving_models
         self._client.adapters.serve_by(self._models)
         settle_heap()

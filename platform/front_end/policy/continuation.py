@@ -18,11 +18,13 @@ class Loss(StrEnum):
     """Why a request has to leave a replica."""
 
     GONE = "gone"
-    """The engine's process, or the connection to it, has ended."""
+    """The engine's process has ended."""
+    CUT = "cut"
+    """The connection to it has ended, and its process may go on."""
     SILENT = "silent"
-    """It has sent nothing for a while: stopped, unreachable or overloaded."""
+    """It has sent nothing for a while: stopped or unreachable."""
     HUNG = "hung"
-    """It answers, has requests, and takes no step."""
+    """It answers, has requests, and takes no step, though it has what it needs to."""
     FORGOTTEN = "forgotten"
     """It runs, but has given the request up."""
     DRAINED = "drained"
@@ -31,8 +33,8 @@ class Loss(StrEnum):
     """It runs, and another one has less to do."""
 
 
-DEATHS = frozenset({Loss.GONE, Loss.HUNG})
-"""What a request may have caused. An overloaded machine silences engines that are well."""
+BLAMED = frozenset({Loss.GONE, Loss.HUNG})
+"""What a request may have caused."""
 
 _STALLED = frozenset({Loss.SILENT, Loss.HUNG})
 
@@ -45,6 +47,8 @@ class Fate(StrEnum):
     """It stays with its replica if that one still is, or waits for another."""
     END_SUSPECT = "suspect"
     """Engines ended with it, and no more are to."""
+    END_STALLED = "stalled"
+    """Engines stood still with it, though not all of them ended, and no more are to."""
     END_TOO_OFTEN = "too_often"
     END_RETURNED = "returned"
     """Its engine ended, and whoever sent it finds out whether it was the cause."""
@@ -56,6 +60,8 @@ class ContinuationBounds:
     """Limits of continuation."""
 
     silence_s: float = 3.0
+    """Of a replica's own clock, as is ``hang_s``:
+    :func:`~loomserve.platform.engine.process.policy.silence.counted_against`."""
     hang_s: float = 60.0
     reroute_timeout_s: float = 30.0
     """How long a request waits for a replica that can take it."""
@@ -67,11 +73,14 @@ class ContinuationBounds:
     """Engines that may have ended because of one request before it is ended itself."""
     proven_tokens: int = 8
     """A request that got so many tokens of an engine, or after its end, was not the cause of it."""
+    resumes: bool = True
+    """False: tokens that were computed again would go on with another text, as those of a model
+    with a state do."""
 
 
 @dataclass(frozen=True)
 class ReplicaView:
-    """A connected replica as its front end sees it; times are seconds of one clock."""
+    """A connected replica as its front end sees it; times are of the replica's own clock."""
 
     heard_at: float
     stepped_at: float
@@ -82,15 +91,17 @@ class ReplicaView:
 
 
 class Death(NamedTuple):
-    """An engine's end, as a request that it had saw it.
+    """An engine's end or standstill, as a request that it had saw it.
 
     Attributes:
         at: Tokens that the request then had.
         given: Those of them that this engine had given.
+        ended: Whether its process ended.
     """
 
     at: int
     given: int = 0
+    ended: bool = True
 
 
 @dataclass(frozen=True)
@@ -102,9 +113,9 @@ class RequestView:
     tokens: int = 0
     """Tokens it has got."""
     deaths: Sequence[Death] = ()
-    """Of the engines that ended with it."""
+    """Of the engines that ended or stood still with it."""
     moves: int = 0
-    """How often it left a replica that had not ended, other than for draining."""
+    """How often it left a replica for another reason than that or draining."""
     waiting_since: float | None = None
     carried_on: bool = True
     """False: once it is suspected it goes back to whoever sent it."""
@@ -119,10 +130,11 @@ def loss(replica: ReplicaView, now: float, bounds: ContinuationBounds) -> Loss |
     return Loss.DRAINED if replica.draining else None
 
 
-def suspicions(request: RequestView, bounds: ContinuationBounds) -> int:
-    """Ends of engines that the request may have caused."""
+def suspicions(request: RequestView, bounds: ContinuationBounds) -> Sequence[Death]:
+    """What the request may have caused."""
     proven = bounds.proven_tokens
-    return sum(request.tokens - at < proven and given < proven for at, given in request.deaths)
+    deaths = request.deaths
+    return [one for one in deaths if request.tokens - one.at < proven and one.given < proven]
 
 
 def fate(
@@ -135,14 +147,18 @@ def fate(
         others: Whether there is a replica that could take it.
     """
     suspected = suspicions(request, bounds)
-    if suspected >= bounds.most_suspected:
-        return Fate.END_SUSPECT
-    if suspected and not request.carried_on:
+    if len(suspected) >= bounds.most_suspected:
+        return Fate.END_SUSPECT if all(one.ended for one in suspected) else Fate.END_STALLED
+    if not request.carried_on and any(one.ended for one in suspected):
         return Fate.END_RETURNED
     if len(request.deaths) > bounds.most_losses:
         return Fate.END_TOO_OFTEN
-    if lost not in DEATHS and lost is not Loss.DRAINED and request.moves >= bounds.most_losses:
-        if lost is Loss.FORGOTTEN:
+    if request.tokens and not bounds.resumes:
+        if not request.placed:
+            return Fate.END_RETURNED
+        others = False
+    if lost not in BLAMED and lost is not Loss.DRAINED and request.moves >= bounds.most_losses:
+        if lost is Loss.FORGOTTEN or (lost is Loss.CUT and request.moves > bounds.most_losses):
             return Fate.END_TOO_OFTEN
         # Moving again would only add to what its replicas have to do.
         others = others and not request.placed

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 from loomserve.platform.access.keys import KeyRing
 from loomserve.platform.access.live_keys import LiveKeys
-from loomserve.platform.base.errors import NotFound, Unauthorized
+from loomserve.platform.base.errors import Unauthorized
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.http.ingress.sites import Sites
+from loomserve.platform.http.refused_paths import nothing_at
+from loomserve.platform.requests.endpoints import is_for_clients
 
 _PROBES = frozenset({"/health", "/ready", "/-/healthz"})
 _METRICS = "/metrics"
@@ -23,7 +25,7 @@ def under(path: str, root: str) -> bool:
 
 
 class Authentication:
-    """Checks API keys under ``/v1``, and a token everywhere else but on probes and the console.
+    """Checks API keys where clients ask, and a token everywhere else but on probes and the console.
 
     A path that is not listed here needs the admin token too, so that a new route is never open by
     accident; without the token it is answered 404. Without a key or token a path may be open, but
@@ -56,8 +58,8 @@ class Authentication:
             Unauthorized: the key or token is missing or wrong.
             Forbidden: the request is for another server, or a web page of another site sends it
                 without a key.
-            NotFound: the path is not listed, and the token is missing or wrong; or it is not for
-                clients.
+            NothingThere: the path is not listed, and the token is missing or wrong; or it is not
+                for clients.
         """
         # Probes of a server in a network ask it by its address.
         if self._loopback or path not in _PROBES:
@@ -65,14 +67,14 @@ class Authentication:
         presented = _bearer(headers)
         if path in _PROBES:
             return self._known_key(presented)
-        if under(path, "/v1"):
-            key = self._keys.ring.identify(presented)
+        if is_for_clients(path):
+            key = self._keys.ring.identify(presented or _api_key(headers))
             if key is None:
                 self._sites.check_origin(headers.get(b"origin"))
             return key
         if for_clients:
             # Whoever has a token learns no more than who has none.
-            raise NotFound(f"There is nothing at {path}. The OpenAI API is under /v1.")
+            raise nothing_at(path)
         if self._has_console and under(path, _CONSOLE):
             return None  # files that are the same for everyone
         if path in self._open:
@@ -103,10 +105,7 @@ class Authentication:
         except Unauthorized:
             if any(under(path, root) for root in _ADMIN):
                 raise
-            raise NotFound(
-                f"There is nothing at {path}. The OpenAI API is under /v1, the admin API under "
-                "/admin/v1."
-            ) from None
+            raise nothing_at(path, admin=True) from None
 
 
 def _token_ring(what: str, *hashes: str | None) -> KeyRing | None:
@@ -115,6 +114,12 @@ def _token_ring(what: str, *hashes: str | None) -> KeyRing | None:
     )
     # An empty ring would let anyone in.
     return KeyRing(tokens, what=what) if tokens else None
+
+
+def _api_key(headers: Mapping[bytes, bytes]) -> str | None:
+    """As clients of Anthropic's API send it."""
+    given = headers.get(b"x-api-key")
+    return None if given is None else given.strip().decode("latin-1")
 
 
 def _bearer(headers: Mapping[bytes, bytes]) -> str | None:

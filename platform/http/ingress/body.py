@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import Mapping
 
 from starlette.types import Message, Receive
 
-from loomserve.platform.base.errors import BadRequest, BodyTooLarge, RequestTimeout
+from loomserve.platform.base.errors import (
+    BadRequest,
+    BodyTooLarge,
+    RequestTimeout,
+    UnsupportedBody,
+)
 
 METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+_FORMS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+    b"\x1f\x8b": "gzip",
+    b"\x78\x01": "zlib's form",
+    b"\x78\x9c": "zlib's form",
+    b"\x78\xda": "zlib's form",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
 # More digits are no length anybody means, and Python refuses to convert thousands of them.
 _MAX_LENGTH_DIGITS = 18
 _LOOKS = 20
@@ -44,6 +61,36 @@ async def read_body(
     raise RequestTimeout(
         f"The request body had not arrived after {timeout_s:g} s. Send it without pauses."
     )
+
+
+def check_encoding(content_encoding: bytes | None) -> None:
+    """
+    Raises:
+        UnsupportedBody: the body is compressed.
+    """
+    coding = (content_encoding or b"identity").strip().lower()
+    if coding != b"identity":
+        raise UnsupportedBody(
+            f"Bodies are not taken with Content-Encoding: {coding.decode('latin-1')[:64]}. Send "
+            "the body as it is, without that header."
+        )
+
+
+def without_bom(body: bytes) -> bytes:
+    """The body without the mark of UTF-8 that some systems begin texts with.
+
+    Raises:
+        UnsupportedBody: it is compressed, or a text in UTF-16 or UTF-32.
+    """
+    if body.startswith(codecs.BOM_UTF8):
+        return body[len(codecs.BOM_UTF8) :]
+    # All JSON, and all forms, begin with two characters of ASCII, which are a byte in UTF-8.
+    form = next((form for begin, form in _FORMS.items() if body.startswith(begin)), None)
+    if form is None and 0 in body[:2]:
+        form = "UTF-32" if body[:4].count(0) > 2 else "UTF-16"
+    if form is not None:
+        raise UnsupportedBody(f"The body is in {form}. Send it in UTF-8, uncompressed.")
+    return body
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

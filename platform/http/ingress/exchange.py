@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
+from typing import Any
 
 from starlette.types import Message, Send
 
@@ -46,6 +48,14 @@ class Exchange:
         elif kind == "http.response.start":
             message = self._start(message)
         return self._send(message)
+
+    def error_event(self, error: Mapping[str, Any], status: int) -> bytes:
+        """The event that ends a stream that began with status 200: an OpenAI error's body.
+
+        ``status`` is what the answer would have had.
+        """
+        # The stream may have ended within an event, which an empty line ends.
+        return b"\n\ndata: " + json.dumps(error).encode() + b"\n\n"
 
     def _start(self, message: Message) -> Message:
         headers = [pair for pair in message.get("headers", ()) if pair[0] != b"x-request-id"]

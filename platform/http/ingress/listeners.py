@@ -9,13 +9,13 @@ import socket
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loomserve.platform.access.shared_counts import Counts
+from loomserve.platform.base.descriptors import connections_that_fit, raise_limit
 from loomserve.platform.config import Server
 from loomserve.platform.http.address_limit import AddressLimit
 from loomserve.platform.http.ingress.middleware import FOR_CLIENTS
 from loomserve.platform.http.protocol import Bounds, bounded_protocol
 from loomserve.platform.http.server import HttpServer, listen
 from loomserve.platform.http.tls import LiveCertificate
-from loomserve.platform.http.tls_listener import TlsOptions
 
 
 class Listeners:
@@ -32,7 +32,13 @@ class Listeners:
         Raises:
             OSError: an address is in use, or is not of this machine.
         """
+        # Where the command has not, as in Kubernetes' pods.
+        raise_limit()
+        most = connections_that_fit(server.max_connections, len(server.ports))
+        server = server.model_copy(update={"max_connections": most})
         certificate = LiveCertificate(server.tls) if server.tls is not None else None
+        self.drains = False
+        self._drain_timeout_s = server.drain_timeout_s
         alone = server.admin_port is None
         sockets = _listen(server)
         self._servers = [
@@ -50,9 +56,14 @@ class Listeners:
     def alive(self) -> bool:
         return all(each.alive for each in self._servers)
 
-    async def stop(self, timeout_s: float) -> None:
-        """Accept no connection, give open requests ``timeout_s`` seconds, then cut them."""
-        await asyncio.gather(*(each.stop(timeout_s) for each in self._servers))
+    async def drain(self) -> None:
+        """Stop, while whoever looks after this process is to let it be."""
+        self.drains = True
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Accept no connection, give open requests ``drain_timeout_s``, then cut them."""
+        await asyncio.gather(*(each.stop(self._drain_timeout_s) for each in self._servers))
 
 
 class _ForClients:
@@ -94,7 +105,4 @@ def _http_server(
         by_address=by_address,
         send_timeout_s=server.send_timeout_s,
     )
-    tls = None
-    if certificate is not None:
-        tls = TlsOptions(certificate, server.header_timeout_s, server.max_connections, by_address)
-    return HttpServer(app, sock, protocol=bounded_protocol(bounds), tls=tls)
+    return HttpServer(app, sock, protocol=bounded_protocol(bounds), certificate=certificate)

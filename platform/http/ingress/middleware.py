@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from starlette.middleware.cors import CORSMiddleware
@@ -12,21 +12,30 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.request_meter import RequestMeter
-from loomserve.platform.base.errors import RequestTimeout, UnexpectedBody
+from loomserve.platform.base.errors import NothingThere, RequestTimeout, UnexpectedBody
 from loomserve.platform.base.request_logs import LoggedRequest, logged_request
 from loomserve.platform.config import Server
 from loomserve.platform.http.ingress.audit import Audit
 from loomserve.platform.http.ingress.authentication import Authentication, under
-from loomserve.platform.http.ingress.body import METHODS_WITH_BODY, has_body, read_body, replay
+from loomserve.platform.http.ingress.body import (
+    METHODS_WITH_BODY,
+    check_encoding,
+    has_body,
+    read_body,
+    replay,
+    without_bom,
+)
 from loomserve.platform.http.ingress.body_budget import BodyBudget
 from loomserve.platform.http.ingress.exchange import Exchange, choose_request_id
+from loomserve.platform.http.ingress.messages import MessagesExchange, is_of_messages
+from loomserve.platform.http.ingress.paths import Directions, check_segments, in_one_way
 from loomserve.platform.http.ingress.responses import (
     as_request_error,
-    error_event,
     error_response,
 )
 from loomserve.platform.http.ingress.slo import parse_slo_ms
 from loomserve.platform.http.ingress.traces import IngressTraces
+from loomserve.platform.requests.endpoints import is_for_clients
 
 _log = logging.getLogger("loomserve.ingress")
 FOR_CLIENTS = "loomserve.for_clients"
@@ -44,6 +53,7 @@ def ingress_middleware(
     keys: LiveKeys | None = None,
     requests: RequestMeter | None = None,
     traces: IngressTraces | None = None,
+    endpoints: Collection[str] = (),
 ) -> ASGIApp:
     """Wrap ``app`` in request ids, CORS, error answers, authentication and limits.
 
@@ -57,10 +67,12 @@ def ingress_middleware(
         keys: those that may enter, kept up to date by the caller; None: those of ``server``.
         requests: admits each key's; None: by what this process alone has admitted.
         traces: begins each request's; None: there are none.
+        endpoints: those that clients may ask for, which are hinted at where there is nothing.
     """
     authentication = Authentication(server, keys or LiveKeys(server))
     meter = requests or RequestMeter()
-    inner: ASGIApp = _Guard(app, server, authentication, rejected, streamed, meter)
+    directions = Directions(endpoints)
+    inner: ASGIApp = _Guard(app, server, authentication, rejected, streamed, meter, directions)
     if audit is not None:
         inner = Audit(inner, audit, authentication.is_operator)
     if server.cors_origins:
@@ -124,9 +136,21 @@ def _named(scope: Scope, send: Send) -> tuple[Scope, Exchange]:
             headers.append(pair)
     request_id = choose_request_id(given)
     headers.append((b"x-request-id", request_id))
-    exchange = Exchange(send, request_id)
+    scope = {**scope, **in_one_way(scope)}
+    kind = MessagesExchange if is_of_messages(scope["path"]) else Exchange
+    exchange = kind(send, request_id)
     state = {**scope.get("state", {}), "request_id": request_id.decode()}
-    return {**scope, "headers": headers, "state": state, _EXCHANGE: exchange}, exchange
+    own = {"headers": headers, "state": state, _EXCHANGE: exchange}
+    return {**scope, **own}, exchange
+
+
+def _as_json(scope: Scope) -> Scope:
+    """The request as the admin API reads it: all bodies there are JSON, whatever their type says,
+    such as that of curl's forms."""
+    if not under(scope["path"], "/admin"):
+        return scope
+    others = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
+    return {**scope, "headers": [*others, (b"content-type", b"application/json")]}
 
 
 class _Guard:
@@ -140,6 +164,7 @@ class _Guard:
         rejected: Callable[[str], None],
         streamed: frozenset[str],
         requests: RequestMeter,
+        directions: Directions,
     ) -> None:
         self._app = app
         self._server = server
@@ -147,6 +172,7 @@ class _Guard:
         self._streamed = streamed
         self._requests = requests
         self._authentication = authentication
+        self._directions = directions
         # Who may have a body of any size, may have one at least.
         share = max(server.max_body, server.max_body_total // server.front_ends)
         self._bodies = BodyBudget(share)
@@ -167,13 +193,14 @@ class _Guard:
         )
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        check_segments(scope["path"])
         headers = dict(scope["headers"])
         for_clients = FOR_CLIENTS in scope
         key = self._authentication.check(scope["path"], headers, for_clients=for_clients)
         state = scope["state"]
         state["api_key"] = key
         state["slo_ms"] = parse_slo_ms(headers.get(b"x-slo-ms"))
-        if key is None or not under(scope["path"], "/v1"):
+        if key is None or not is_for_clients(scope["path"]):
             await self._run(headers, scope, receive, send)
             return
         self._requests.acquire(key)
@@ -201,7 +228,9 @@ class _Guard:
                 )
             state["body"] = b""
             await self._app(scope, receive, send)
-        elif scope["method"] == "POST" and scope["path"] in self._streamed:
+            return
+        check_encoding(headers.get(b"content-encoding"))
+        if scope["method"] == "POST" and scope["path"] in self._streamed:
             state["body"] = None
             await self._app(scope, receive, send)
         else:
@@ -214,12 +243,15 @@ class _Guard:
                     timeout_s=self._server.header_timeout_s,
                 )
                 if body is not None:
-                    await self._app(scope, replay(body, receive), send)
+                    state["body"] = body = without_bom(body)
+                    await self._app(_as_json(scope), replay(body, receive), send)
 
     async def _answer(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope[_EXCHANGE]
         answered = as_request_error(error)
-        if answered is not error:
+        if isinstance(answered, NothingThere):
+            answered = self._directions.given(answered, scope["path"])
+        elif answered is not error:
             _log.error("request %s failed", exchange.request_id.decode(), exc_info=error)
         if exchange.complete and exchange.status is not None and exchange.status < 400:
             return
@@ -231,9 +263,8 @@ class _Guard:
         elif exchange.complete:
             return
         elif exchange.is_event_stream:
-            await send(
-                {"type": "http.response.body", "body": error_event(answered), "more_body": False}
-            )
+            event = exchange.error_event(answered.body(), answered.status)
+            await send({"type": "http.response.body", "body": event, "more_body": False})
         else:
             # Only a broken connection tells the client that a plain body is not whole.
             raise error

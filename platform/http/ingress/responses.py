@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -27,6 +26,7 @@ from loomserve.platform.base.errors import (
 )
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.config import FieldError
+from loomserve.platform.http.refused_paths import nothing_at
 
 T = TypeVar("T")
 
@@ -52,12 +52,6 @@ def error_response(error: RequestError) -> Response:
 def respond(reply: Reply[T]) -> T | Response:
     """An actor's reply for FastAPI: its value, or a response with its error."""
     return cast("T", reply.value) if reply.error is None else error_response(reply.error)
-
-
-def error_event(error: RequestError) -> bytes:
-    """The error as a server-sent event, for a stream that began with status 200."""
-    # The stream may have ended within an event, which an empty line ends.
-    return b"\n\ndata: " + json.dumps(error.body()).encode() + b"\n\n"
 
 
 def as_request_error(error: Exception) -> RequestError:
@@ -103,7 +97,7 @@ def _from_http(request: Request, error: HTTPException) -> RequestError:
             allow=allow,
         )
     if error.status_code == NotFound.status and error.detail == "Not Found":
-        return NotFound(f"There is nothing at {path}. The OpenAI API is under /v1.")
+        return nothing_at(path)
     fallback = BadRequest if error.status_code < 500 else InternalError
     return _BY_STATUS.get(error.status_code, fallback)(error.detail)
 

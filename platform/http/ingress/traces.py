@@ -6,10 +6,10 @@ from collections.abc import Collection
 
 from starlette.types import Scope
 
+from loomserve.platform.requests.endpoints import is_for_clients
 from loomserve.platform.tracing import RequestTrace, RequestTracer
 
 _API = "/v1"
-_BELOW = "/v1/"
 
 
 class IngressTraces:
@@ -23,7 +23,7 @@ class IngressTraces:
     def begin(self, scope: Scope) -> RequestTrace | None:
         """The trace of a request whose scope has its id; None: it has none."""
         path: str = scope["path"]
-        if not path.startswith(_BELOW):
+        if path == _API or not is_for_clients(path):
             return None
         method: str = scope["method"]
         endpoint = self._endpoint(path)

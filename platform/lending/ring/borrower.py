@@ -24,6 +24,9 @@ YIELD_NS = 200_000
 """After so many nanoseconds a wait yields the core between two looks."""
 LOOK_NS = 1_000_000
 """Nanoseconds between two looks at whether the lender lives."""
+LONGEST_LOOK_NS = 10_000_000
+"""What lies between two looks counts no longer: meanwhile the borrower had no core, nor perhaps the
+lender."""
 
 SYS_FUTEX = 202
 """The system call's number on x86-64, where alone the fallback runs."""
@@ -190,8 +193,9 @@ class Borrower:
 
         Args:
             output: [tokens, query_heads, head_size] or [tokens, query_heads * head_size].
-            timeout_s: after it the ring is closed as TIMED_OUT. A lender whose process is gone
-                closes it as DIED within some milliseconds.
+            timeout_s: after it the ring is closed as TIMED_OUT; a halt of this thread counts for
+                ``LONGEST_LOOK_NS`` at most. A lender whose process is gone closes it as DIED within
+                some milliseconds.
 
         Returns:
             False if the ring is closed; ``output`` is then as it was.
@@ -265,16 +269,17 @@ class _Fallback:
 
     def _done(self, begin: int, timeout: int) -> bool:
         ring, words, done = self._ring, self._ring.words, ControlLine.DONE * LINE_WORDS
-        looked = begin
+        looked, waited = begin, 0
         while ring.closed is Closed.OPEN:
             # Before it looks for the result, lest a halt of this process pass for the lender's.
             now = time.monotonic_ns()
             if words[done] == self._posted:
                 return True
-            if now - begin >= timeout:
-                ring.shut(Closed.TIMED_OUT)
-            elif now - looked >= LOOK_NS:
+            if now - looked >= LOOK_NS:
+                waited += min(now - looked, LONGEST_LOOK_NS)
                 looked = now
+                if waited >= timeout:
+                    ring.shut(Closed.TIMED_OUT)
                 if self._lender.gone():
                     ring.shut(Closed.DIED)
             if now - begin >= YIELD_NS:

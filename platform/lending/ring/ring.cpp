@@ -62,6 +62,9 @@ constexpr int64_t kYieldAfter = 200 * kMicrosecond;
 // A borrower looks so often whether its lender lives, a lender whether its borrowers do.
 constexpr int64_t kBorrowerLooks = kMillisecond;
 constexpr int64_t kLenderLooks = 100 * kMillisecond;
+// What lies between two of a borrower's looks counts no longer: meanwhile it had no core, nor perhaps
+// had its lender.
+constexpr int64_t kLongestLook = 10 * kMillisecond;
 // A kernel that cannot wait for several futexes at once looks so often at all of them.
 constexpr int64_t kSeveralLooks = 200 * kMicrosecond;
 constexpr int kSpins = 64;
@@ -284,7 +287,7 @@ class Borrower {
   }
 
   bool done(int64_t begin, int64_t timeout) {
-    int64_t looked = begin;
+    int64_t looked = begin, waited = 0;
     for (;;) {
       // Before it looks for the result, lest a halt of this process pass for the lender's.
       const int64_t now = now_ns();
@@ -294,9 +297,10 @@ class Borrower {
         if (ring_->word(kDone).load(std::memory_order_acquire) == posted_) return true;
         relax();
       }
-      if (now - begin >= timeout) ring_->shut(kTimedOut);
       if (now - looked >= kBorrowerLooks) {
+        waited += std::min(now - looked, kLongestLook);
         looked = now;
+        if (waited >= timeout) ring_->shut(kTimedOut);
         if (lender_.gone()) ring_->shut(kDied);
       }
       if (now - begin >= kYieldAfter) sched_yield();

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from loomserve.platform.lengths.predict.prediction import LengthQuery
+from loomserve.platform.requests.policy.sequences import longest
 
-_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _SYSTEM = ("system", "developer")
 # Characters whose tokens are counted; the rest is taken to have as many tokens per character.
 _COUNTED = 4000
@@ -33,12 +33,6 @@ def query_of(request: Mapping[str, Any], count: Callable[[str], int]) -> LengthQ
         return None
     tokens = _tokens(application, count) + _tokens(text, count)
     return LengthQuery(application, text, tokens, longest(request))
-
-
-def longest(request: Mapping[str, Any]) -> int | None:
-    """The most tokens that the request allows its answer; None: it sets no limit."""
-    given = (request.get(name) for name in _LIMITS)
-    return next((n for n in given if type(n) is int and n > 0), None)
 
 
 def _messages(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -1,4 +1,4 @@
-"""Items of a conversation in ``input`` of ``/v1/responses``: those that an engine can read."""
+"""A request's conversation: messages, and items of ``input`` of ``/v1/responses``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from loomserve.platform.base.errors import BadRequest
+
+MOST_MESSAGES = 2048
+MOST_ITEMS = 1024
+"""Of ``input`` of ``/v1/responses``: vLLM tries some sixty classes on each, 0.1 ms."""
+MOST_PARTS = 4096
+"""Of all messages."""
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -59,13 +65,53 @@ _TYPES: dict[str, type[msgspec.Struct]] = {
 }
 
 
+def check_messages(messages: object) -> None:
+    """Check the form of messages; what is in one is left to vLLM.
+
+    Raises:
+        BadRequest: there are too many, or the content of one is neither text nor a list of parts.
+    """
+    if not isinstance(messages, list):
+        return
+    _check_number(messages, "messages", MOST_MESSAGES)
+    parts = 0
+    for number, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            parts += len(content)
+        elif not isinstance(content, str | None):
+            param = f"messages[{number}].content"
+            raise BadRequest(f"{param} must be a text, or a list of parts", param=param)
+    if parts > MOST_PARTS:
+        raise _too_many("messages", parts, MOST_PARTS, "parts")
+
+
+def _check_number(items: list[Any], name: str, most: int) -> None:
+    if len(items) > most:
+        raise _too_many(name, len(items), most, "entries")
+
+
+def _too_many(name: str, given: int, most: int, what: str) -> BadRequest:
+    return BadRequest(
+        f"{name} has {given} {what}, of which {most} are allowed; leave the oldest out, or put "
+        "several into one",
+        param=name,
+    )
+
+
 def check_conversation(items: object) -> None:
     """Check the items; anything but a list of them is left to vLLM to refuse.
 
     Raises:
         BadRequest: an item is neither a message nor of a type that vLLM 0.29 reads. It would fail
-            on it, as if the fault were its own.
+            on it, as if the fault were its own. Or there are too many.
     """
+    if isinstance(items, list):
+        _check_number(items, "input", MOST_ITEMS)
+        parts = (item.get("content") for item in items if isinstance(item, dict))
+        number = sum(len(part) for part in parts if isinstance(part, list))
+        if number > MOST_PARTS:
+            raise _too_many("input", number, MOST_PARTS, "parts")
     for number, item in enumerate(items) if isinstance(items, list) else ():
         try:
             msgspec.convert(item, _type_of(item))

@@ -2,19 +2,21 @@
 
 The time of a compilation grows with powers of a schema's depth and of its objects' width: a schema
 of 900 arrays, 22 KB, takes a minute, and so does one object of 2,400 optional properties. Each
-character of a pattern costs 0.2 ms, of a long literal up to 0.2 ms. Within these bounds what is
-worst takes two seconds.
+character of a pattern costs 0.2 ms, of a long literal up to 0.2 ms; of a schema's pattern that
+repeats something 1,000 times 0.06 s, 10,000 times more than 20 s. Within these bounds what is worst
+takes an engine two seconds in threads of its own, and a front end 0.1 s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
 from loomserve.platform.base.errors import BadRequest
 from loomserve.platform.requests.policy.json_size import json_size
+from loomserve.platform.requests.policy.repeats import repeats
 
 MOST_CHARACTERS = 2**16
 """Of one field, or one tool, as JSON text."""
@@ -34,6 +36,12 @@ MOST_ITEMS = 2**16
 """Of all arrays of a field or of all tools, by their ``minItems`` and ``maxItems``. A schema that
 xgrammar does not take goes to llguidance, which keeps a kilobyte for each item that there may be:
 with 10^9 of them, one request took all of the machine's memory."""
+MOST_REPEATS = 1024
+"""Of all of a schema's patterns, by their counts (``{2,5}``)."""
+MOST_LENGTH = 2**16
+"""Of one text, by ``minLength`` and ``maxLength``."""
+MOST_PROPERTIES = 256
+"""Of one object, by ``minProperties`` and ``maxProperties``."""
 
 # Chat and completions; vLLM's own; responses; messages.
 _COMPILED = ("response_format", "structured_outputs", "text", "output_config")
@@ -43,7 +51,15 @@ _PATTERNS = ("regex", "grammar", "whitespace_pattern")
 # Of JSON schemas, and of structural tags.
 _PATTERN_NAMES = ("pattern", "regex", "grammar")
 _ITEM_NAMES = ("minItems", "maxItems")
-_SLOW_NAMES = frozenset({*_PATTERN_NAMES, *_ITEM_NAMES, "patternProperties", "enum", "const"})
+_COUNTED = {
+    "minLength": MOST_LENGTH,
+    "maxLength": MOST_LENGTH,
+    "minProperties": MOST_PROPERTIES,
+    "maxProperties": MOST_PROPERTIES,
+}
+_SLOW_NAMES = frozenset(
+    {*_PATTERN_NAMES, *_ITEM_NAMES, *_COUNTED, "patternProperties", "enum", "const"}
+)
 
 
 def check_grammars(fields: Mapping[str, Any]) -> None:
@@ -68,12 +84,15 @@ def check_grammars(fields: Mapping[str, Any]) -> None:
 
 
 def _check_tools(tools: list[Any]) -> None:
-    characters = patterns = items = 0
+    characters = patterns = items = repeated = 0
     for number, tool in enumerate(tools):
         cost = _check(tool, f"tools[{number}]")
         characters += cost.characters
         patterns += cost.patterns
         items += cost.items
+        repeated += cost.repeats
+        if repeated > MOST_REPEATS:
+            raise _too_many_repeats("tools")
         if characters > MOST_TOOL_CHARACTERS:
             raise _too_large("tools", MOST_TOOL_CHARACTERS)
         if patterns > MOST_PATTERN_CHARACTERS:
@@ -117,6 +136,8 @@ class _Cost(NamedTuple):
     """Characters of all patterns."""
     items: int
     """Of all arrays, at most."""
+    repeats: int
+    """Of all patterns."""
 
 
 def _check(value: Any, param: str) -> _Cost:
@@ -134,9 +155,11 @@ def _check(value: Any, param: str) -> _Cost:
             "divide it",
             param=param,
         )
-    patterns = items = 0
+    patterns = items = repeated = 0
     for schema in size.watched:
         patterns += _pattern_characters(schema)
+        repeated += _repeats(schema)
+        _check_counts(schema, param)
         items += _most_items(schema)
         for literals in (schema.get("enum"), [schema.get("const")]):
             _check_literals(literals, param)
@@ -144,14 +167,37 @@ def _check(value: Any, param: str) -> _Cost:
         raise _too_large(param, MOST_PATTERN_CHARACTERS, "its patterns have")
     if items > MOST_ITEMS:
         raise _too_many_items(param)
-    return _Cost(size.characters, patterns, items)
+    if repeated > MOST_REPEATS:
+        raise _too_many_repeats(param)
+    return _Cost(size.characters, patterns, items, repeated)
 
 
-def _pattern_characters(schema: Mapping[str, Any]) -> int:
+def _patterns(schema: Mapping[str, Any]) -> Iterator[str]:
     own = (schema.get(name) for name in _PATTERN_NAMES)
     by_name = schema.get("patternProperties")
     names = by_name if isinstance(by_name, dict) else ()
-    return sum(len(text) for text in (*own, *names) if isinstance(text, str))
+    return (text for text in (*own, *names) if isinstance(text, str))
+
+
+def _pattern_characters(schema: Mapping[str, Any]) -> int:
+    return sum(map(len, _patterns(schema)))
+
+
+def _repeats(schema: Mapping[str, Any]) -> int:
+    # One that is too long is refused for that.
+    texts = (text for text in _patterns(schema) if len(text) <= MOST_PATTERN_CHARACTERS)
+    return sum(repeats(text, MOST_REPEATS) for text in texts)
+
+
+def _check_counts(schema: Mapping[str, Any], param: str) -> None:
+    for name, most in _COUNTED.items():
+        count = schema.get(name)
+        if isinstance(count, int | float) and count > most:
+            raise BadRequest(
+                f"{param} has a {name} of {count:g}, of which {most} is the most; give a smaller "
+                "one, or leave it out",
+                param=param,
+            )
 
 
 def _most_items(schema: Mapping[str, Any]) -> int:
@@ -177,6 +223,14 @@ def _too_many_items(param: str) -> BadRequest:
     return BadRequest(
         f"{param} has arrays of more than {MOST_ITEMS} items in all; give smaller minItems and "
         "maxItems, or leave them out",
+        param=param,
+    )
+
+
+def _too_many_repeats(param: str) -> BadRequest:
+    return BadRequest(
+        f"{param} has patterns that repeat parts more than {MOST_REPEATS} times in all; use + or "
+        "*, or minLength and maxLength",
         param=param,
     )
 

@@ -194,11 +194,12 @@ def test_a_closed_loop_keeps_its_streams_busy_for_the_whole_window() -> None:
     load = partial(closed_loop, streams=4, warmup=0.1, seconds=0.5, max_tokens=3, seed="a")
     seen = asyncio.run(with_server(three_tokens, load))
     assert seen.errors == []
-    assert seen.end - seen.start == pytest.approx(0.5)
+    # Longer where it takes longer until each stream has ended a request.
+    assert seen.end - seen.start >= 0.499
     assert len(seen.ended_within()) >= 4
-    assert min(one.last for one in seen.good) < seen.start
+    assert min(one.due for one in seen.good) < seen.start
     # A stall of the loop across the end may keep every stream from starting another request.
-    assert max(one.last for one in seen.good) >= seen.end - 0.1
+    assert max(one.last for one in seen.good) >= (seen.start + seen.end) / 2
     assert seen.tokens_per_second() > 0
 
 

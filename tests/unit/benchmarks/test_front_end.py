@@ -15,6 +15,7 @@ from aiohttp.typedefs import Handler
 
 from benchmarks.front_end import (
     ARMS,
+    AtOnce,
     NotReadyError,
     Plan,
     RequestFailedError,
@@ -24,6 +25,8 @@ from benchmarks.front_end import (
     report,
     served,
 )
+from loomserve.platform.simulated.options import EngineOptions
+from loomserve.platform.simulated.wire import WireRequest
 
 PLAN = Plan(
     streams=2,
@@ -33,7 +36,6 @@ PLAN = Plan(
     max_tokens=3,
     path="/v1/completions",
     stream_interval=1,
-    a_step=1,
     stream=True,
     bare=False,
 )
@@ -93,7 +95,18 @@ def test_each_arm_has_its_own_plan() -> None:
     plans = {arm: plan_of(arm, parse([])) for arm in ARMS}
     assert {arm for arm, plan in plans.items() if plan.bare} == {"chunks_bare", "whole_bare"}
     assert {arm for arm, plan in plans.items() if plan.stream} == {"chunks", "chunks_bare"}
-    assert plans["whole"].a_step == plans["whole"].max_tokens
+
+
+def test_whole_answers_come_from_the_engine_in_one_step() -> None:
+    given = {"kv_cache_memory_bytes": 2**28, "max_model_len": 256}
+    engine = AtOnce(EngineOptions.of(given))
+    params = {"temperature": 0, "max_tokens": 48, "ignore_eos": True}
+    for name in ("a", "b"):
+        engine.add(WireRequest(name, [5, 6, 7], None, params, None, 0.0, None, None), 1, 0.0)
+    engine.begin(0.0)
+    answers = engine.end(1.0)[1].outputs
+    assert [(len(each.new_token_ids), each.finished) for each in answers] == [(48, True)] * 2
+    assert engine.is_idle
 
 
 def test_the_front_end_is_compared_with_the_bare_layer_run_by_run() -> None:

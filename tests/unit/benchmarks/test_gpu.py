@@ -1,4 +1,4 @@
-"""Steps on a GPU: their limits, the budget, why one is skipped; and all of them without a GPU."""
+"""Steps on a GPU: their limits, the budget, why one is skipped."""
 
 from __future__ import annotations
 
@@ -8,21 +8,17 @@ import subprocess
 import sys
 import tarfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.gpu import bundle
-from benchmarks.gpu.__main__ import STEPS
 from benchmarks.gpu.runner import Step, run
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 NO_TRITON = "Triton, which interprets and compiles the kernels, is not installed"
-APART = ("probe", "engines", "platform")
-"""The first is tested by itself; engines lend by interpreted kernels in an integration test, and
-the platform is started in an end-to-end test."""
 GOOD = 'import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(\'{"summary": "fine"}\')'
 
 
@@ -70,7 +66,7 @@ def test_a_step_that_takes_too_long_is_ended(steps: Path, tmp_path: Path) -> Non
     (outcome,) = run([slow], tmp_path / "out", budget_s=1000)
     assert outcome.state == "failed"
     assert "took longer" in outcome.detail
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < PATIENCE_S
 
 
 def test_what_may_not_end_within_the_budget_does_not_begin(steps: Path, tmp_path: Path) -> None:
@@ -111,47 +107,6 @@ def test_one_step_alone_is_run_and_printed_in_one_line(tmp_path: Path) -> None:
     assert result.stdout.split()[:2] == ["probe", "done"]
     assert len(result.stdout.splitlines()) == 1
     assert [file.name for file in tmp_path.iterdir()] == ["probe.json"]
-
-
-def test_without_a_gpu_all_steps_do_what_they_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("triton", reason=NO_TRITON)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.chdir(ROOT)
-    # A busy machine must not fail it.
-    patient = [replace(step, seconds=500) for step in STEPS if step.name not in APART]
-    outcomes = run(patient, tmp_path, budget_s=5000)
-    assert {outcome.name: outcome.state for outcome in outcomes} == dict.fromkeys(
-        (step.name for step in patient), "done"
-    ), outcomes
-    found = {step.name: report(tmp_path, step.name)["found"] for step in patient}
-    assert found["compile"]["form"] == "compiled, not run"
-    assert all(found[name]["form"] == "interpreted, not timed" for name in ("kernels", "lend"))
-
-
-def test_a_bundle_has_sources_kernels_and_shapes(tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason=NO_TRITON)
-    for part in "km":
-        (file,) = bundle.pack(part, bundle.PARTS[part](tmp_path), tmp_path / "gpu")
-        assert file.stat().st_size < 2**21
-    with tarfile.open(tmp_path / "gpu/k/k.tar.xz") as archive:
-        names = set(archive.getnames())
-        archive.extractall(tmp_path / "there", filter="data")
-    assert {"loomserve/platform/lending/cuda/serving.py", "kernels/attend_rows.cubin"} <= names
-    # It stands alone: what is packed finds all that it imports.
-    there = {"PYTHONPATH": str(tmp_path / "there"), "PATH": os.environ["PATH"]}
-    for step in ("kernels", "processes"):
-        ran = subprocess.run(
-            [sys.executable, "-P", "-m", f"benchmarks.gpu.{step}", str(tmp_path / "found.json")],
-            cwd=tmp_path / "there",
-            env=there,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ran.returncode == 0, ran.stderr
-        assert "greatest error" in (tmp_path / "found.json").read_text()
 
 
 def test_a_part_that_is_too_large_to_send_is_cut(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.waiting import PATIENCE_S
+
 _BENCHMARK = """
 import sys, time
 from pathlib import Path
@@ -32,5 +34,5 @@ def test_sigterm_ends_its_servers_too(tmp_path: Path) -> None:
         server = psutil.Process(int(benchmark.stdout.readline()))
         assert server.is_running()
         benchmark.terminate()
-        assert benchmark.wait(timeout=60) != 0
+        assert benchmark.wait(PATIENCE_S) != 0
     assert not server.is_running()

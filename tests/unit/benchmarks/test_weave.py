@@ -27,6 +27,7 @@ from benchmarks.weave import (
 from benchmarks.weave_engines import Engine, Served, served_of
 from benchmarks.weave_memory import Division, divisions
 from benchmarks.workload import PrefixRequest
+from tests.waiting import PATIENCE_S
 
 TASKS = {"post_us": 2.0, "pickup_us": 3.0, "wait_us": 9.0}
 USUAL = Division(own=16, lent=80, cold=48)
@@ -166,7 +167,7 @@ def test_requests_that_are_not_answered_are_given_up_when_the_others_end(
         ended = asyncio.Event()
         asyncio.get_running_loop().call_later(0.05, ended.set)
         requests = [asked(0, 2), asked(0, 5), asked(3600, 2)]
-        return await asyncio.wait_for(engine().serve(requests, "a", ended), 5)
+        return await asyncio.wait_for(engine().serve(requests, "a", ended), PATIENCE_S)
 
     found = asyncio.run(serve())
     assert found.output_tokens == 4

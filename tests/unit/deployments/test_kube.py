@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.serve._private import application_state
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import LoggingConfig
 
 from loomserve.deployments import kube
 from loomserve.deployments.batch.standby import StandbyBatchLane
@@ -13,7 +16,6 @@ from loomserve.deployments.controller.pod_controller import PodController
 from loomserve.deployments.readiness import Ready
 from loomserve.platform.access.given_hashes import VARIABLES
 from loomserve.platform.access.keys import hash_key
-from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.fleet.messages import (
     BATCH_DEPLOYMENT,
     CONTROLLER_DEPLOYMENT,
@@ -96,7 +98,7 @@ def test_nothing_starts_without_a_token(
 ) -> None:
     monkeypatch.delenv(INTERNAL_TOKEN_VARIABLE)
     for build in (kube.controller, kube.gateway, kube.batch):
-        with pytest.raises(StartError, match=INTERNAL_TOKEN_VARIABLE):
+        with pytest.raises(RayServeException, match=INTERNAL_TOKEN_VARIABLE):
             build(args)
 
 
@@ -104,12 +106,37 @@ def test_nothing_starts_with_another_configuration(
     args: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kube, "_CONFIG_TIMEOUT_S", 0.0)
-    with pytest.raises(StartError, match="another hand"):
+    with pytest.raises(RayServeException, match="another hand"):
         kube.ready({**args, "digest": digest("another")})
 
 
 def test_what_is_wrong_in_the_configuration_is_said_with_its_line(args: dict[str, str]) -> None:
     wrong = TEXT.replace("batch: {}", "batches: {}")
     Path(args["config"]).write_text(wrong)
-    with pytest.raises(ConfigError, match=r"config\.yaml:6: batches"):
+    with pytest.raises(RayServeException, match=r"config\.yaml:6: batches"):
         kube.batch({**args, "digest": digest(wrong)})
+
+
+def test_what_is_wrong_is_the_applications_message_as_it_is(
+    args: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(application_state, "configure_component_logger", lambda **_: None)
+    build = application_state.build_serve_application._function
+
+    def message() -> str:
+        empty: dict[str, Any] = {}
+        _, _, told = build(
+            "loomserve.deployments.kube:batch", "1", "a", args, LoggingConfig(), None, *[empty] * 3
+        )
+        return str(told)
+
+    wrong = TEXT.replace("batch: {}", "")
+    Path(args["config"]).write_text(wrong)
+    args["digest"] = digest(wrong)
+    assert message() == "the configuration has no section batch"
+
+    def fails(*_: Any) -> None:
+        raise OSError("the disk\nis on fire")
+
+    monkeypatch.setattr(kube, "read_config", fails)
+    assert message() == "OSError: is on fire (Serve's log in the head's pod shows where)"

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import psutil
 import pytest
+import ray
+from ray import serve
 
 from loomserve.deployments import node_checks, ray_start
-from loomserve.deployments.ray_start import JoinedRay, OwnRay, platform_ray
+from loomserve.deployments.ray_start import JoinedRay, OwnRay, Unless, platform_ray
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Config, parse
+from loomserve.platform.nodes import lone_ray
 from loomserve.platform.nodes.resources import offered
+from loomserve.platform.run.folder import RunFolder
 
 CONFIG = """\
 cluster:
@@ -43,7 +49,7 @@ def test_the_tokens_file_is_beside_the_configuration(tmp_path: Path) -> None:
     joined = platform_ray(config, tmp_path, (), no_say)
     assert isinstance(joined, JoinedRay)
     with pytest.raises(StartError, match=str(tmp_path / "mine")):
-        joined.start()
+        joined.start(lambda: False)
 
 
 def test_an_address_is_asked_for_where_none_is_given(
@@ -52,7 +58,7 @@ def test_an_address_is_asked_for_where_none_is_given(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = of_cluster(CONFIG.replace("  address: 10.0.0.1:6379\n", ""))
     with pytest.raises(StartError, match=r"cluster\.address is missing"):
-        platform_ray(config, tmp_path, (), no_say).start()
+        platform_ray(config, tmp_path, (), no_say).start(lambda: False)
 
 
 def test_a_node_that_does_not_come_is_named_with_its_field(
@@ -84,6 +90,79 @@ def test_what_this_command_did_not_deploy_is_not_deleted(
     monkeypatch.setattr(ray_start, "_delete_ours", lambda: deleted.append("ours"))
     JoinedRay(of_cluster(), tmp_path / "token", no_say).delete_platform()
     assert deleted == []
+
+
+ALONE = "devices: [{name: a, cores: [0]}]\nmodels: []"
+
+
+class FailingRay:
+    """Ray's processes, of which one ends as it starts."""
+
+    started: ClassVar[list[Path]] = []
+    closed: ClassVar[list[Path]] = []
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+
+    def start(self, resources: object, unless: Unless) -> str:
+        self.started.append(self._run.path)
+        raise StartError("Ray did not start: its raylet has ended (for want of ports)")
+
+    def ended(self, wait_s: float = 0.0) -> None: ...
+
+    def close(self) -> None:
+        self.closed.append(self._run.path)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnRay]:
+    """On a machine whose load is 33, with Ray's part made up."""
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    monkeypatch.setattr(ray_start, "LoneRay", FailingRay)
+    monkeypatch.setattr(FailingRay, "started", [])
+    monkeypatch.setattr(FailingRay, "closed", [])
+    monkeypatch.setattr(ray_start, "set_environment", lambda _: None)
+    monkeypatch.setattr(ray_start, "KeptForkServer", lambda *_: pytest.fail("before Ray is up"))
+    monkeypatch.setattr(lone_ray.os, "getloadavg", lambda: (33.4, 0.0, 0.0))
+    monkeypatch.setattr(lone_ray.os, "cpu_count", lambda: 2)
+    # Else it would end what the tests' own process has started.
+    monkeypatch.setattr(psutil.Process, "children", lambda *_, **__: [])
+    said.clear()
+    own = OwnRay(parse(ALONE), (), said.append)
+    yield own
+    own.kill()
+
+
+said: list[str] = []
+
+
+def test_a_ray_that_does_not_start_is_started_once_more_and_why_is_said(alone: OwnRay) -> None:
+    with pytest.raises(StartError) as raised:
+        alone.start(lambda: False)
+    first, second = FailingRay.started
+    assert first != second, "each in a run of its own"
+    alone.kill()
+    assert FailingRay.closed == [first, second]
+    assert said == [
+        "Ray did not start: its raylet has ended (for want of ports); starting it once more"
+    ]
+    assert str(raised.value) == (
+        "Ray did not start: its raylet has ended (for want of ports). The machine is busy (load "
+        "average 33 on 2 cores): try again when it is less so"
+    )
+
+
+def test_nothing_is_asked_of_a_ray_that_was_not_joined(
+    alone: OwnRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("shutdown", "status", "delete"):
+        monkeypatch.setattr(serve, name, lambda *_: pytest.fail("it would start another Ray"))
+    monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("another Ray"))
+    alone.delete_platform()
+    with pytest.raises(StartError):
+        alone.start(lambda: False)
+    alone.delete_platform()
+    alone.end()
 
 
 def nodes(**resources: dict[str, int]) -> list[dict[str, Any]]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -16,9 +19,12 @@ import pytest
 
 from loomserve.deployments import forked_worker
 from loomserve.deployments.worker_launcher import py_executable
-from loomserve.platform.run.folder import PYTHON_VARIABLE, RUN_VARIABLE
+from loomserve.platform.engine.process.fork_server import LONGEST_MESSAGE
+from loomserve.platform.engine.process.forking import address
+from loomserve.platform.engine.process.kept_fork_server import KeptForkServer
+from loomserve.platform.run.folder import PYTHON_VARIABLE, RUN_VARIABLE, RunFolder
 from tests.fork_servers import fork_server_of
-from tests.waiting import within
+from tests.waiting import PATIENCE_S, within
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -47,7 +53,7 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def fork_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+def fork_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeptForkServer]:
     with fork_server_of([forked_worker.__name__]) as (folder, server):
         monkeypatch.setenv(RUN_VARIABLE, folder)
         yield server
@@ -81,7 +87,7 @@ def check_is_the_worker(found: dict[str, Any], script: Path) -> None:
 
 
 def test_a_worker_is_forked_and_ends_with_its_status(
-    script: Path, fork_server: subprocess.Popen[bytes]
+    script: Path, fork_server: KeptForkServer
 ) -> None:
     launched = launch(script, "3")
     found = told(launched)
@@ -89,12 +95,12 @@ def test_a_worker_is_forked_and_ends_with_its_status(
     assert found["parent"] == fork_server.pid
     assert found["group"] == found["pid"], "Ray would end its fork server's group with it"
     assert found["interrupted"], "its fork server is not"
-    out, err = launched.communicate(timeout=30)
+    out, err = launched.communicate(timeout=PATIENCE_S)
     assert (out, err, launched.returncode) == ("", "trouble\n", 3)
 
 
 def test_a_worker_has_the_title_that_it_was_given(
-    script: Path, fork_server: subprocess.Popen[bytes]
+    script: Path, fork_server: KeptForkServer
 ) -> None:
     launched = launch(script, "wait")
     (title, *_) = psutil.Process(told(launched)["pid"]).cmdline()
@@ -105,43 +111,56 @@ def test_a_worker_has_the_title_that_it_was_given(
 
 @pytest.mark.parametrize("ended", ["launcher", "worker"])
 def test_a_worker_and_its_launcher_end_together(
-    ended: str, script: Path, fork_server: subprocess.Popen[bytes]
+    ended: str, script: Path, fork_server: KeptForkServer
 ) -> None:
     launched = launch(script, "wait")
     worker = psutil.Process(told(launched)["pid"])
     (launched if ended == "launcher" else worker).kill()
-    launched.communicate(timeout=30)
+    launched.communicate(timeout=PATIENCE_S)
     assert launched.returncode != 0
     within(10, lambda: not worker.is_running())
 
 
 @pytest.mark.parametrize("why", ["no run", "no socket", "ended"])
 def test_without_a_fork_server_the_launcher_becomes_the_worker(
-    why: str, script: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    why: str, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if why == "ended":
-        server = request.getfixturevalue("fork_server")
-        server.kill()
-        server.wait()
-    elif why == "no socket":
-        monkeypatch.setenv(RUN_VARIABLE, str(script.parent))
-    else:
-        monkeypatch.delenv(RUN_VARIABLE, raising=False)
-    launched = launch(script, "4")
-    found = told(launched)
-    check_is_the_worker(found, script)
-    assert found["pid"] == launched.pid
-    _, err = launched.communicate(timeout=30)
-    assert launched.returncode == 4
-    assert ("no fork server" in err) == (why == "ended")
+    with ExitStack() as until_end:
+        if why == "no run":
+            monkeypatch.delenv(RUN_VARIABLE, raising=False)
+        else:
+            folder = until_end.enter_context(TemporaryDirectory(prefix="run"))
+            monkeypatch.setenv(RUN_VARIABLE, folder)
+        if why == "ended":
+            listener = until_end.enter_context(listening(RunFolder(Path(folder))))
+        launched = launch(script, "4")
+        if why == "ended":
+            taken, _ = listener.accept()
+            taken.recv(LONGEST_MESSAGE)
+            taken.close()
+        found = told(launched)
+        check_is_the_worker(found, script)
+        assert found["pid"] == launched.pid
+        _, err = launched.communicate(timeout=30)
+        assert launched.returncode == 4
+        assert ("no fork server" in err) == (why == "ended")
+
+
+def listening(run: RunFolder) -> socket.socket:
+    """In the place of a fork server."""
+    run.sockets.mkdir()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address(run))
+    listener.listen()
+    return listener
 
 
 def test_a_worker_that_is_interrupted_hears_of_it(
-    script: Path, fork_server: subprocess.Popen[bytes]
+    script: Path, fork_server: KeptForkServer
 ) -> None:
     launched = launch(script, "wait")
     os.kill(told(launched)["pid"], signal.SIGINT)
-    _, err = launched.communicate(timeout=30)
+    _, err = launched.communicate(timeout=PATIENCE_S)
     assert "KeyboardInterrupt" in err
 
 
@@ -159,19 +178,27 @@ def test_each_node_runs_workers_by_a_python_of_its_own(monkeypatch: pytest.Monke
     assert expanded().startswith(f"{sys.executable} -m ")
 
 
-IMPORT_FOR_GPUS = """
+# What an engine on a GPU imports beyond that.
+LENDING_ENGINE = (
+    "loomserve.platform.lending.engine.gpu_worker",
+    "loomserve.platform.engine.executor",
+)
+IMPORT_FOR_GPUS = f"""
 import importlib, sys
 from loomserve.deployments.forked_worker import preloaded
 from loomserve.platform.engine.process.fork_server import cuda_is_initialized
-for module in preloaded("cuda"):
+for module in (*preloaded("cuda"), *{LENDING_ENGINE}):
     importlib.import_module(module)
 import torch
+assert not [each for each in sys.modules if each.startswith("vllm.v1.worker.cpu")]
 assert torch.cuda.Stream.__module__ == "torch.cuda.streams", torch.cuda.Stream
 assert torch.cuda.stream.__module__ == "torch.cuda", torch.cuda.stream
 assert not cuda_is_initialized()
 """
 
 
+@pytest.mark.heavy
 def test_forked_engines_of_gpus_have_their_streams() -> None:
-    """vLLM's CPU worker replaces them by ones that do nothing, for whoever imports it."""
-    subprocess.run([sys.executable, "-c", IMPORT_FOR_GPUS], check=True, timeout=300)
+    """vLLM's CPU worker replaces them by ones that do nothing, for whoever imports it: nobody would
+    wait for a copy any more."""
+    subprocess.run([sys.executable, "-c", IMPORT_FOR_GPUS], check=True)

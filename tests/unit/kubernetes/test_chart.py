@@ -22,6 +22,7 @@ from loomserve.platform.fleet.messages import (
 from loomserve.platform.kubernetes.commands import environment_file, values_file
 from loomserve.platform.kubernetes.pods import INTERNAL_TOKEN_VARIABLE, pod_environment
 from loomserve.platform.kubernetes.values import SSD_FOLDER, derived_values
+from loomserve.platform.requests.endpoints import ENDPOINTS
 from loomserve.platform.run.ray_environment import OBJECT_STORE_BYTES
 from tests.unit.kubernetes.chart import (
     CHART,
@@ -138,7 +139,7 @@ def test_the_operator_has_nothing_to_refuse(manifests: list[Manifest]) -> None:
 
 def test_helm_has_nothing_to_remark() -> None:
     for name in NAMES:
-        report = helm.lint(CHART, values_of(name), strict=True, namespace="models")
+        report = helm().lint(CHART, values_of(name), strict=True, namespace="models")
         # A chart has no icon of its own.
         worse = [said for said in report["messages"] if said["severity"] > 1]
         assert (worse, report["errors"]) == ([], [])
@@ -352,7 +353,11 @@ def test_selectors_find_the_pods(manifests: list[Manifest]) -> None:
 def test_what_has_no_schema_here_names_ports_and_services_that_there_are() -> None:
     made = rendered("nodes-gpu")
     route = only(made, "HTTPRoute")["spec"]["rules"][0]
-    assert route["matches"] == [{"path": {"type": "PathPrefix", "value": "/v1"}}]
+    prefix, *others = (match["path"] for match in route["matches"])
+    assert prefix == {"type": "PathPrefix", "value": "/v1"}
+    elsewhere = {path for path in ENDPOINTS if not path.startswith("/v1/")}
+    assert {each["value"] for each in others} == elsewhere
+    assert {each["type"] for each in others} == {"Exact"}
     # KubeRay's name of it.
     assert route["backendRefs"] == [{"name": "loom-serve-svc", "port": 8000}]
     assert {each["kind"] for each in made} >= OTHERS

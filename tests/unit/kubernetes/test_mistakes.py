@@ -65,12 +65,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_the_chart_refuses(case: str) -> None:
     folder, flags, said = REFUSED[case]
     values = merged(values_of(folder), flags)
-    with pytest.raises(helm.HelmError, match=said):
+    with pytest.raises(helm().HelmError, match=said):
         render(values)
 
 
 def test_the_chart_refuses_a_name_that_kuberay_would_cut() -> None:
-    with pytest.raises(helm.HelmError, match="40 characters"):
+    with pytest.raises(helm().HelmError, match="40 characters"):
         render(values_of("nodes-cpu"), release="l" * 41)
 
 

@@ -47,11 +47,21 @@ export function showModel(state, name) {
         ],
       ],
       model.placement ? ["why there", model.placement] : null,
+      ...parsers(model.parsers),
     ]),
     el("p", {}, el("a", { href: `#/chat/${encodeURIComponent(name)}` }, "Try it")),
     replicas(model),
     scaling(model),
     adapters(model),
+  ];
+}
+
+function parsers(chosen) {
+  if (!chosen) return [];
+  const { tool_call: toolCall, reasoning } = chosen;
+  return [
+    ["tool calls read by", `${toolCall.name ?? "none"} (${toolCall.why})`],
+    ["reasoning read by", `${reasoning.name ?? "none"} (${reasoning.why})`],
   ];
 }
 

@@ -22,6 +22,7 @@ from loomserve.deployments.batch.offline_worker import (
 )
 from loomserve.platform.base.errors import BadRequest
 from loomserve.platform.batch.offline.worker import OfflineAnswer, OfflineLine, WorkerGoneError
+from tests.waiting import PATIENCE_S
 
 CORE = min(os.sched_getaffinity(0))
 
@@ -52,13 +53,13 @@ class Lines:
         self.may_read.set()
 
     def read(self, line: OfflineLine) -> str:
-        self.may_read.wait(20)
+        self.may_read.wait(PATIENCE_S)
         if line.id == "bad":
             raise BadRequest("no", param="prompt")
         return line.id
 
     def run(self, requests: Sequence[str], left: Callable[[], Collection[int]]) -> list[list[int]]:
-        until = time.monotonic() + 20
+        until = time.monotonic() + PATIENCE_S
         while len(left()) < len(requests) - 1:
             assert time.monotonic() < until
             time.sleep(0.005)

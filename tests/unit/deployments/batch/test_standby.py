@@ -13,6 +13,7 @@ from loomserve.deployments.batch.standby import StandbyBatchLane
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.fleet.messages import LanePlace
+from tests.waiting import PATIENCE_S
 
 PLACE = LanePlace("here", 0.0)
 
@@ -54,7 +55,7 @@ def test_it_is_healthy_without_the_folder_and_refuses_until_it_has_it(tmp_path: 
             reply.get()
 
         other.release()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await lane._opening
         assert await lane.place() == PLACE
         await lane.check_health()

@@ -20,6 +20,9 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeServe:
     monkeypatch.setattr(module, "wishes_folder", lambda: tmp_path)
     monkeypatch.setattr(module, "_TICK_S", 0.02)
     monkeypatch.setattr(node_keeper, "_PERIOD_S", 0.02)
-    for name in ("_POLL_S", "_UNLOAD_KNOWN_S", "_FIRST_RETRY_S", "_LAST_RETRY_S"):
+    for name in ("_POLL_S", "_UNLOAD_KNOWN_S"):
         monkeypatch.setattr(lifecycle, name, 0.01)
+    # In which a test that waits for a core sees that a model has failed.
+    for name in ("_FIRST_RETRY_S", "_LAST_RETRY_S"):
+        monkeypatch.setattr(lifecycle, name, 0.5)
     return fake

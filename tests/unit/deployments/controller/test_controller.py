@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from loomserve.deployments.controller import controller as module
+from loomserve.deployments.controller import learning
 from loomserve.deployments.controller.controller import Controller
 from loomserve.platform.base.errors import Conflict, TakenOver
 from loomserve.platform.config import Config, Model
-from loomserve.platform.fleet.messages import (
-    replica_app,
-)
+from loomserve.platform.fleet.messages import replica_app
+from loomserve.platform.fleet.registry import SILENCE_ENDS_S
 from loomserve.platform.state import FootprintState, ModelStatus
 from tests.unit.deployments.controller.controllers import (
     PATIENCE_S,
@@ -35,11 +36,13 @@ def test_an_unload_goes_on_with_the_next_controller(serve: FakeServe) -> None:
     async def scenario() -> None:
         async with controlled(first=True) as one:
             await heard(one, report("c0", model=COLD, in_flight=1))
-            await told(one.unload(COLD.name, 0.2))
+            await told(one.unload(COLD.name, 600))
             assert states(one)[COLD.name] is ModelStatus.UNLOADING
         async with controlled() as other:
             assert states(other)[COLD.name] is ModelStatus.UNLOADING
             await heard(other, report("c0", model=COLD, in_flight=1))
+            assert states(other)[COLD.name] is ModelStatus.UNLOADING
+            await heard(other, report("c0", model=COLD))
             await until(lambda: COLD.name not in states(other))
             await heard(other, report("c0", model=COLD))
             assert COLD.name not in states(other), "its last words do not bring it back"
@@ -349,6 +352,23 @@ def test_an_unload_deadline_survives(serve: FakeServe) -> None:
     asyncio.run(scenario())
 
 
+def test_a_replica_that_kills_its_engine_says_why_once(serve: FakeServe) -> None:
+    async def run() -> None:
+        async with controlled(first=True) as one:
+            await heard(one, report("c0", model=COLD))
+            why = "its process slept and came to the end of no step for 121 s"
+            ending = report("c0", model=COLD, ends=why, draining=True)
+            await heard(one, ending, ending)
+            (model,) = (each for each in one._state().models if each.name == COLD.name)
+            assert [(each.message, each.draining) for each in model.replicas] == [(why, True)]
+            told = (await one.model_events(9)).get().events
+            assert [each.why for each in told if each.model == COLD.name] == [
+                f"replica c0 kills its engine: {why}"
+            ]
+
+    asyncio.run(run())
+
+
 def test_gateways_are_told_nothing_before_a_new_controller_knows_the_replicas(
     serve: FakeServe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,10 +391,35 @@ def test_gateways_are_told_nothing_before_a_new_controller_knows_the_replicas(
             assert not asked.done()
             await heard(other, reports[1])
             assert await asked == {"h0", "c0"}
-        monkeypatch.setattr(module, "_LEARNS_S", 0.3)
+        monkeypatch.setattr(learning, "_LEARNS_S", 0.3)
         async with controlled() as third:
             await heard(third, reports[0])
             # The other is gone, it seems.
             assert await replicas(third) == {"h0"}
+
+    asyncio.run(scenario())
+
+
+def test_gateways_are_told_nothing_before_a_controller_that_stood_still_has_heard_of_replicas(
+    serve: FakeServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = (report("h0", model=HOT), report("c0", "core1", model=COLD))
+    stood_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stood_s)
+    monkeypatch.setattr(module, "time", clock)
+
+    async def scenario() -> None:
+        nonlocal stood_s
+        async with controlled(first=True) as one:
+            await heard(one, *reports)
+            known = one._routes.current
+            assert {each.id for route in known.models for each in route.replicas} == {"h0", "c0"}
+            stood_s = 2 * SILENCE_ENDS_S
+            await heard(one, reports[0])
+            await one._publish()
+            assert one._routes.current == known
+            await heard(one, reports[1])
+            known = one._routes.current
+            assert {each.id for route in known.models for each in route.replicas} == {"h0", "c0"}
 
     asyncio.run(scenario())

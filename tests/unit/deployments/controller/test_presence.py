@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from loomserve.deployments.controller import controller as module
-from loomserve.deployments.controller import presence, presence_mover
+from loomserve.deployments.controller import failures, presence, presence_mover
 from loomserve.deployments.controller.controller import Controller
 from loomserve.deployments.controller.replica_calls import ReplicaUnreachableError
 from loomserve.deployments.engine.deploy import Handed
@@ -349,7 +349,7 @@ def test_one_that_cannot_be_loaded_is_refused_with_the_reason_and_tried_again_la
     calls: FakeCalls,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(presence, "_FAILED_S", 0.3)
+    monkeypatch.setattr(failures, "_FAILED_S", 0.3)
 
     async def refuse(*_: Any) -> Handed:
         return Handed(problem="there is no folder")
@@ -360,7 +360,7 @@ def test_one_that_cannot_be_loaded_is_refused_with_the_reason_and_tried_again_la
             deploy, serve.deploy = serve.deploy, refuse  # type: ignore[method-assign]
             await wanted(one, "away")
             await until(lambda: states(one)["away"] is ModelStatus.FAILED)
-            with pytest.raises(Unavailable, match="could not be loaded: there is no folder"):
+            with pytest.raises(Unavailable, match=r"has failed, .* ask the operator"):
                 await wanted(one, "away")
             serve.deploy = deploy  # type: ignore[method-assign]
             await asyncio.sleep(0.4)
@@ -368,6 +368,98 @@ def test_one_that_cannot_be_loaded_is_refused_with_the_reason_and_tried_again_la
             await until(lambda: serve.devices("away"))
             await heard(one, alive(AWAY))
             assert states(one)["away"] is ModelStatus.READY
+
+    asyncio.run(scenario())
+
+
+def test_one_that_cannot_be_loaded_is_not_tried_for_ever(
+    serve: FakeServe,
+    calls: FakeCalls,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failures, "_FAILED_S", 0.0)
+    tries = 0
+
+    async def refuse(*_: Any) -> Handed:
+        nonlocal tries
+        tries += 1
+        return Handed(problem="there is no folder")
+
+    async def scenario() -> None:
+        async with running() as one:
+            await told(one.unload("here", 0))
+            deploy, serve.deploy = serve.deploy, refuse  # type: ignore[method-assign]
+            for _ in range(4):
+                await wanted(one, "away")
+                await until(lambda: states(one)["away"] is ModelStatus.FAILED)
+                await until(lambda: one._fleet.registry.record("away").replicas == 0)
+            seen = tries
+            for _ in range(3):
+                with pytest.raises(Unavailable, match="ask the operator") as raised:
+                    await wanted(one, "away")
+                assert raised.value.headers() == {}
+            assert tries == seen
+            # An operator has it tried again at once.
+            serve.deploy = deploy  # type: ignore[method-assign]
+            await told(one.set_presence("away", Presence.READY))
+            await until(lambda: serve.devices("away"))
+            await heard(one, alive(AWAY))
+            assert states(one)["away"] is ModelStatus.READY
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("model", [HERE, AWAY])
+def test_one_that_does_not_answer_fails_with_the_reason_and_gives_its_device_back(
+    serve: FakeServe, calls: FakeCalls, model: Model
+) -> None:
+    name = model.name
+
+    def failing(**update: Any) -> Heartbeat:
+        return alive(model).model_copy(update={"answers": False, **update})
+
+    async def scenario() -> None:
+        config = CONFIG.model_copy(update={"models": (model,)})
+        async with running(config, first=False) as one:
+            await one.load_configured()
+            await wanted(one, name)
+            await until(lambda: serve.devices(name))
+            await heard(one, failing())
+            assert states(one)[name] is ModelStatus.LOADING
+            await heard(one, failing(problem="its template is wrong"))
+            assert states(one)[name] is ModelStatus.FAILED
+            (state,) = (each for each in one._state().models if each.name == name)
+            assert state.message == "its template is wrong"
+            await until(lambda: not serve.devices(name))
+            assert states(one)[name] is ModelStatus.FAILED
+            for _ in range(2):
+                with pytest.raises(Unavailable, match="ask the operator") as raised:
+                    await wanted(one, name)
+                assert "try again" not in str(raised.value)
+            assert serve.devices(name) == []
+            await told(one.set_presence(name, Presence.READY))
+            await until(lambda: serve.devices(name))
+            await heard(one, alive(model))
+            assert states(one)[name] is ModelStatus.READY
+
+    asyncio.run(scenario())
+
+
+def test_one_replica_that_does_not_answer_does_not_take_the_others_with_it(
+    serve: FakeServe,
+    calls: FakeCalls,
+) -> None:
+    async def scenario() -> None:
+        async with running() as one:
+            bad = alive(HERE).model_copy(update={"answers": False, "problem": "it is odd"})
+            await heard(one, bad.model_copy(update={"replica_id": "here-1"}))
+            assert states(one)["here"] is ModelStatus.READY
+            (here, _) = one._state().models
+            assert [each.message for each in here.replicas] == ["", "it is odd"]
+            assert [each.answers for each in one._routes.current.models[0].replicas] == [
+                True,
+                False,
+            ]
 
     asyncio.run(scenario())
 

@@ -24,6 +24,7 @@ from loomserve.platform.state.roles import Role
 from tests.peft_folders import write_adapter
 from tests.unit.deployments.engine.test_app import spec_of
 from tests.unit.platform.fleet.heartbeats import DEVICES
+from tests.waiting import PATIENCE_S
 
 SHAPES = {"model.layers.0.self_attn.q_proj.weight": (8, 8)}
 MODEL = Model(name="chat", source="demo", devices=("core0",), adapters={})
@@ -94,7 +95,7 @@ def run(bench: Bench, play: Callable[[], Awaitable[None]]) -> None:
     async def scenario() -> None:
         running = asyncio.create_task(bench.adapters.run())
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 await play()
         finally:
             running.cancel()

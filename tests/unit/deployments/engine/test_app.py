@@ -8,10 +8,13 @@ import pytest
 from vllm.config import CacheConfig
 from vllm.v1.worker.utils import request_memory
 
-from loomserve.deployments.engine.app import _engine_options, _environment
+from loomserve.deployments.engine.app import _engine_options, _environment, front_end_of
 from loomserve.platform.config import Device, Model
+from loomserve.platform.engine.options.names import of_engine
 from loomserve.platform.fleet.messages import EngineSpec
 from loomserve.platform.scheduling.options import SchedulerOptions
+from loomserve.platform.simulated.options import SIMULATED_CONFIG
+from loomserve.platform.state import ChatParsers, ParserChoice
 
 GIB = 2**30
 CORE, GPU = Device(name="d", cores=(0,)), Device(name="d", kind="cuda", gpu=0)
@@ -81,3 +84,29 @@ def test_an_engine_has_room_for_adapters_that_are_replaced() -> None:
     assert options["enable_lora"] is True
     assert {name: options[name] for name in given} == {**given, "max_cpu_loras": 6}
     assert "enable_lora" not in _engine_options(spec_of(plain, CORE))
+
+
+def test_a_simulated_engine_is_told_its_times_and_gets_no_worker_or_scheduler_of_ours() -> None:
+    simulated = {"seed": 3, "step_ms": 5.0}
+    model = Model(name="m", source="simulated", devices=("d",), simulated=simulated)
+    for device in (CORE, GPU):
+        options = _engine_options(spec_of(model, device))
+        assert not {"worker_cls", "scheduler_cls", "gpu_memory_utilization"} & set(options)
+        assert options["additional_config"][SIMULATED_CONFIG]["step_ms"] == 5.0
+    plain = model.model_copy(update={"simulated": None})
+    assert _engine_options(spec_of(plain, CORE))["additional_config"][SIMULATED_CONFIG]["seed"] == 0
+    real = Model(name="m", source="org/m", devices=("d",))
+    assert SIMULATED_CONFIG not in _engine_options(spec_of(real, CORE))["additional_config"]
+
+
+def test_a_front_end_and_its_engines_have_the_chosen_parsers() -> None:
+    chosen = ChatParsers(
+        tool_call=ParserChoice(name="hermes", why="w"), reasoning=ParserChoice(name=None, why="w")
+    )
+    model = Model(name="m", source="org/m", devices=("d",), engine={"tool_call_parser": ""})
+    spec = spec_of(model, CORE).model_copy(update={"parsers": chosen})
+    front_end = front_end_of(spec)
+    options = front_end.engine_options
+    assert (options["enable_auto_tool_choice"], options["tool_call_parser"]) == (True, "hermes")
+    assert of_engine(options)["reasoning_parser"] == ""
+    assert front_end.parsers == chosen

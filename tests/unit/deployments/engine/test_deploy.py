@@ -26,6 +26,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         devices.extend(apps)
 
     monkeypatch.setattr(deploy, "run_replicas", run)
+    monkeypatch.setattr(deploy, "fetch_from_hub", lambda *_: None)
     monkeypatch.setattr(deploy.catalog, "resolve", lambda *_, **__: Path("/weights"))
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -168,7 +168,7 @@ async def test_a_stream_is_counted_once_it_is_whole_from_its_engines_first_piece
         yield b"event: response.created\n\n"
         await asyncio.sleep(0.1)
         for _ in range(3):
-            asked.context.outputs += 1
+            asked.context.usage.outputs += 1
             yield b"data: 1\n\n"
 
     await asked.by(StreamingResponse(events(), media_type="text/event-stream; charset=utf-8"))
@@ -187,7 +187,7 @@ async def test_an_answer_that_stands_still_is_ended() -> None:
         await asyncio.sleep(30)
 
     asked = Asked()
-    asked.context.outputs = 1
+    asked.context.usage.outputs = 1
     with pytest.raises(EngineGone) as stalled:
         await asked.by(StreamingResponse(events(), media_type="text/event-stream"), 0.2)
     assert stalled.value.code == "engine_stalled"
@@ -211,7 +211,7 @@ async def test_an_answer_whose_engine_goes_on_is_not_ended_though_its_client_get
     async def events() -> Any:
         yield b"data: 1\n\n"
         for _ in range(10):
-            asked.context.outputs += 1
+            asked.context.usage.outputs += 1
             await asyncio.sleep(0.05)
 
     app = StreamingResponse(events(), media_type="text/event-stream")
@@ -220,7 +220,7 @@ async def test_an_answer_whose_engine_goes_on_is_not_ended_though_its_client_get
 
 async def test_an_answer_that_may_wait_at_its_engine_is_not_ended() -> None:
     asked = Asked()
-    asked.context.outputs = 1
+    asked.context.usage.outputs = 1
     waiting = True
     asked.context.queues[routing()] = lambda: waiting
 
@@ -230,6 +230,29 @@ async def test_an_answer_that_may_wait_at_its_engine_is_not_ended() -> None:
         await asyncio.sleep(0.5)
         waiting = False
         await asyncio.sleep(30)
+
+    started = time.monotonic()
+    with pytest.raises(EngineGone):
+        await asked.by(StreamingResponse(events(), media_type="text/event-stream"), 0.2)
+    assert time.monotonic() - started > 0.5
+
+
+@pytest.mark.parametrize("steps", [7, None])
+async def test_an_answer_whose_engine_takes_no_step_or_has_only_got_it_is_not_ended(
+    steps: int | None,
+) -> None:
+    asked = Asked()
+    asked.context.usage.outputs = 1
+    taken = steps
+    asked.context.engines["r"] = lambda: taken
+
+    async def events() -> Any:
+        nonlocal taken
+        yield b"data: 1\n\n"
+        await asyncio.sleep(0.5)
+        for step in range(10_000):
+            taken = step
+            await asyncio.sleep(0.001)
 
     started = time.monotonic()
     with pytest.raises(EngineGone):

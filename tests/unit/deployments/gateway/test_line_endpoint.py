@@ -54,6 +54,9 @@ class Models:
 
 
 async def answers_unless_it_hangs(request: ForwardRequest) -> Answer:
+    for _ in range(request.content.fields.get("slow", 0)):
+        request.usage.outputs += 1
+        await asyncio.sleep(0.25)
     if "hang" in request.content.fields:
         await asyncio.sleep(60)
     request.usage.add_prompt("p", 7, 2)
@@ -161,6 +164,7 @@ def test_without_a_known_engine_any_may_take_it() -> None:
     [
         ({"model": "other"}, 403),
         ({"model": "m", "stream": True}, 400),
+        ({"model": "m", "encoding_format": "bytes"}, 400),
         ({"model": "m", "kv_transfer_params": {}}, 400),
         ({"model": "m", "messages": [{"content": [{"image_url": "http://127.0.0.1/"}]}]}, 400),
         ({"model": "m", "vllm_xargs": {DEADLINE: 1}}, 400),
@@ -169,6 +173,9 @@ def test_without_a_known_engine_any_may_take_it() -> None:
         ({"model": "m", "prompt": ["x"] * 64, "n": 3}, 400),
         ({"model": "m", "temperature": float("nan")}, 400),
         ({"model": "m", "structured_outputs": {"json": "[" * 100}}, 400),
+        ({"model": "m", "guided_choice": ["red", "green"]}, 400),
+        ({"model": "m", "n": "+16"}, 400),
+        ({"model": "m", "priority": -1}, 400),
     ],
 )
 def test_what_a_client_may_not_ask_for_a_line_may_not_either(
@@ -185,7 +192,18 @@ def test_a_key_that_is_gone_has_no_lines_computed() -> None:
     assert complete({"model": "m"}, owner="", keys=())[0] == 200
 
 
-def test_an_engine_that_holds_a_line_without_end_loses_it() -> None:
-    status, answer, _ = complete({"model": "m", "hang": True}, timeout_s=0.05)
+def test_an_engine_that_gives_a_line_no_further_token_loses_it() -> None:
+    status, answer, _ = complete({"model": "m", "slow": 1, "hang": True}, timeout_s=0.5)
     assert (status, answer["error"]["code"]) == (500, "line_timeout")
     assert "batch.line_timeout_s" in answer["error"]["message"]
+    assert outcome(status, json.dumps(answer).encode()) is LineOutcome.ENGINE_FAILED
+
+
+def test_a_line_that_gets_tokens_goes_on_however_slowly() -> None:
+    assert complete({"model": "m", "slow": 8}, timeout_s=1)[0] == 200
+
+
+def test_a_line_that_no_engine_begins_is_tried_again_as_often_as_it_takes() -> None:
+    status, answer, _ = complete({"model": "m", "hang": True}, timeout_s=0.05)
+    assert (status, answer["error"]["code"]) == (503, "line_not_begun")
+    assert outcome(status, json.dumps(answer).encode()) is LineOutcome.AWAY

@@ -210,8 +210,11 @@ async def _front_end(
     routes: Any = [ROUTE]
     engines: Any = Engines(engine)
     page = MetricsPage(platform, routes, engines, [], own=own, others=others)
-    await others.listen(page.own)
+    await others.listen(page.own, _nothing)
     return page, others
+
+
+async def _nothing() -> None: ...
 
 
 async def _lines(page: MetricsPage) -> list[str]:

@@ -238,3 +238,13 @@ def test_a_load_that_was_told_is_newer_than_one_asked_for_before() -> None:
         reports.close()
 
     asyncio.run(run())
+
+
+def test_one_that_has_not_given_its_first_answer_gets_that_request_alone() -> None:
+    bench = Bench(a=stats(), b=stats(waiting=5))
+    bench.choice.untried = lambda: frozenset({"a"})
+    assert bench.choice.choose(bench.routing(context=context())) == "b"
+    first = context(pinned_to="a", is_first=True)
+    assert bench.choice.choose(bench.routing(context=first)) == "a"
+    bench.choice.untried = lambda: frozenset({"a", "b"})
+    assert bench.choice.choose(bench.routing(context=context())) is None

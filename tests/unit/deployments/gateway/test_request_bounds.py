@@ -48,6 +48,7 @@ SERVER = Server(
     api_keys=(
         ApiKey(name="free", hash=hash_key("lsk-free")),
         ApiKey(name="tight", hash=hash_key("lsk-tight"), max_concurrent=4),
+        ApiKey(name="first", hash=hash_key("lsk-first"), first_priority=-5),
     )
 )
 
@@ -107,6 +108,37 @@ async def ask(
 
 def prompts(number: int, n: int) -> bytes:
     return json.dumps({"model": "m", "prompt": ["x"] * number, "n": n}).encode()
+
+
+@pytest.mark.parametrize("n", ["+8", "1_6", "16.0", "0016", 16.0, True, "8"])
+async def test_a_number_of_answers_in_another_spelling_reaches_no_engine(n: Any) -> None:
+    app, engines = platform()
+    for padding in (b"", b" " * 2**18):
+        body = json.dumps({"model": "m", "messages": [], "n": n}).encode() + padding
+        status, answer = await ask(app, CHAT, body, "lsk-tight")
+        assert (status, answer["error"]["param"], engines.asked) == (400, "n", [])
+
+
+@pytest.mark.parametrize(
+    ("key", "priority", "status"),
+    [
+        ("lsk-free", 0, 200),
+        ("lsk-free", 7, 200),
+        ("lsk-free", -1, 400),
+        ("lsk-first", -5, 200),
+        ("lsk-first", -6, 400),
+        ("lsk-first", "-5", 400),
+    ],
+)
+async def test_a_key_has_its_first_priority(key: str, priority: Any, status: int) -> None:
+    app, engines = platform()
+    for path, prompt in ((CHAT, "messages"), (COMPLETIONS, "prompt"), ("/v1/embeddings", "input")):
+        body = json.dumps({"model": "m", prompt: ["x"], "priority": priority}).encode()
+        answered, answer = await ask(app, path, body, key)
+        assert answered == status, answer
+        if status == 400:
+            assert answer["error"]["param"] == "priority"
+    assert len(engines.asked) == (3 if status == 200 else 0)
 
 
 @pytest.mark.parametrize(("number", "n"), [(1024, 128), (1024, 1), (2, 65), (129, 1)])

@@ -191,3 +191,17 @@ def test_load_balancers_keep_a_gateway_while_one_model_answers() -> None:
     routes.drained = False
     routes.apply([route("a", ModelStatus.LOADING, replicas=0)])
     assert heard() == refused, "no model answers"
+
+
+def test_clients_of_a_model_that_has_failed_are_not_told_to_try_again() -> None:
+    routes = ModelRoutes(lambda model: True)
+    failed = route("gone", ModelStatus.FAILED, replicas=0)
+    routes.apply([failed, failed.model_copy(update={"name": "away", "on_demand": True})])
+    with pytest.raises(Unavailable, match="ask the operator") as raised:
+        routes.find("gone", None)
+    assert raised.value.headers() == {}
+    assert raised.value.body()["error"]["code"] == "model_failed"
+    assert "try again" not in str(raised.value)
+    assert routes.find("away", None).name == "away", "whoever waits for it is told there"
+    routes.apply([route("gone", ModelStatus.FAILED)])
+    assert routes.find("gone", None).replicas, "a replica that stalls may come back"

@@ -119,7 +119,7 @@ def test_a_streams_first_token_is_told_once(kind: str, told: int) -> None:
 
     async def pieces() -> Any:
         for piece in (b"a", b"b"):
-            asked.outputs += 1
+            asked.usage.outputs += 1
             yield piece
 
     answered(StreamingResponse(pieces(), media_type=kind), asked)

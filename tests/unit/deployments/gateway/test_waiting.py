@@ -15,15 +15,20 @@ from loomserve.deployments.gateway.front_ends import ModelFrontEnds
 from loomserve.platform.base.errors import Unavailable, UnknownModel
 from loomserve.platform.config import Elastic
 from loomserve.platform.fleet.messages import ModelRoute
+from loomserve.platform.front_end.engine.serving import ModelServing
 from loomserve.platform.http.held_answer import COMMENT
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import ModelStatus
+from tests.unit.platform.fleet.heartbeats import FRONT_END
+from tests.waiting import PATIENCE_S
 
 ROUTE = ModelRoute(
     name="m", status=ModelStatus.UNLOADED, on_demand=True, policy="load_aware",
     max_concurrent_requests=9, max_model_len=None, kvstore=False, replicas=(),
 )  # fmt: skip
+
+TALKATIVE = Elastic(comment_s=0.01)
 
 
 def request(*, stream: bool) -> ForwardRequest:
@@ -45,7 +50,7 @@ class Controller:
 Scenario = Callable[[ModelFrontEnds, Controller, list[Message]], Awaitable[None]]
 
 
-def run(scenario: Scenario) -> list[Message]:
+def run(scenario: Scenario, elastic: Elastic = TALKATIVE) -> list[Message]:
     messages: list[Message] = []
 
     async def main() -> None:
@@ -54,11 +59,11 @@ def run(scenario: Scenario) -> list[Message]:
             *("token", GatewayMetrics(registry), registry),
             idle_timeout_s=60,
             ask_for=controller,
-            elastic=Elastic(comment_s=0.01),
+            elastic=elastic,
         )
         front_ends.set_models([ROUTE])
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 await scenario(front_ends, controller, messages)
         finally:
             await front_ends.close()
@@ -109,6 +114,30 @@ def test_a_stream_hears_comments_and_what_is_no_stream_nothing(stream: bool) -> 
     if stream:
         assert messages[0]["status"] == 200
         assert {message["body"] for message in messages[1:]} == {COMMENT}
+
+
+def test_who_has_come_to_a_model_that_is_there_waits_for_it_no_shorter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def never(_: ModelServing) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ModelServing, "start", never)
+    patient = Elastic(wait_timeout_s=0.5)
+
+    async def scenario(
+        front_ends: ModelFrontEnds, controller: Controller, messages: list[Message]
+    ) -> None:
+        ready = {"status": ModelStatus.READY, "front_end": FRONT_END}
+        front_ends.set_models([ROUTE.model_copy(update=ready)])
+        assert front_ends._bounds.reroute_timeout_s == patient.wait_timeout_s
+        waiting = forwarded(front_ends, messages, stream=False)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(waiting), patient.wait_timeout_s / 2)
+        with pytest.raises(Unavailable, match="not set up yet"):
+            await waiting
+
+    assert run(scenario, patient) == []
 
 
 def test_a_client_that_leaves_while_it_waits_is_let_go() -> None:

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from loomserve.kvstore.index.demotion import demotions
 from loomserve.kvstore.index.eviction import cost, lru
 from loomserve.kvstore.index.hottest import hottest_chains
 from loomserve.kvstore.index.index import Index, Match, Stats
@@ -331,7 +332,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
     def demotion_candidates(self, blocks: int, now: float) -> list[int]:
         """The slots, in the order of eviction."""
         slots: list[int] = []
-        for namespace, keys, first, run in self.index.demotion_candidates(blocks, now):
+        for namespace, keys, first, run in demotions(self.index.order(None, now), blocks):
             known = {key(tokens): block for tokens, block in self.model[namespace].items()}
             starts = range(first * KEY_BYTES, len(keys), KEY_BYTES)
             candidates = [known[keys[at : at + KEY_BYTES]] for at in starts]
@@ -436,7 +437,7 @@ def test_a_reply_saved_block_by_block_is_one_run(index: Index) -> None:
 def test_a_run_demoted_piece_by_piece_stays_one_run(index: Index) -> None:
     index.insert(ONE, chain("abcdefgh"), 0, range(8), now=0.0, recompute_s=0.1)
     for location in range(0, 8, 2):
-        (demotion,) = index.demotion_candidates(2, now=1.0)
+        (demotion,) = demotions(index.order(None, 1.0), 2)
         blocks = demotion.first + len(demotion.slots)
         lease = index.lease(ONE, demotion.keys, blocks, demotion.first, now=1.0, ttl=9.0)
         assert lease is not None
@@ -444,7 +445,7 @@ def test_a_run_demoted_piece_by_piece_stays_one_run(index: Index) -> None:
         places = [location, location + 1]
         assert not index.insert_ssd(ONE, demotion.keys, demotion.first, places, 1.0, 0.1)
         assert not index.release(lease.id)
-    assert not index.demotion_candidates(2, now=1.0)
+    assert not demotions(index.order(None, 1.0), 2)
     assert node_count(index) == 1
     index.check()
 
@@ -455,10 +456,22 @@ def test_writing_a_part_of_a_run_to_ssd_does_not_split_it(index: Index) -> None:
     assert node_count(index) == 1
 
 
+def test_a_mirror_is_of_the_blocks_that_are_evicted_next(index: Index) -> None:
+    index.insert(ONE, chain("abc"), 0, [1, 2, 3], now=0.0, recompute_s=0.1)
+    index.insert(ONE, chain("xyz"), 0, [4, 5, 6], now=1.0, recompute_s=0.1)
+    index.insert_ssd(ONE, chain("abc"), 2, [7], now=1.0, recompute_s=0.1)
+
+    def within(mirror_bytes: int) -> list[int]:
+        found = demotions(index.order(None, 2.0), 9, mirror_bytes, lambda _: 10)
+        return [slot for demotion in found for slot in demotion.slots]
+
+    assert [within(size) for size in (0, 19, 29, 39, 40)] == [[], [], [2], [1, 2], [1, 2, 6]]
+
+
 def test_what_is_on_ssd_already_is_left_out_of_the_demotion(index: Index) -> None:
     index.insert(ONE, chain("abcde"), 0, [1, 2, 3, 4, 5], now=0.0, recompute_s=0.1)
     index.insert_ssd(ONE, chain("abc"), 2, [7], now=0.0, recompute_s=0.1)
-    assert [(d.keys, d.first, list(d.slots)) for d in index.demotion_candidates(3, now=1.0)] == [
+    assert [(d.keys, d.first, list(d.slots)) for d in demotions(index.order(None, 1.0), 3)] == [
         (chain("abcde"), 3, [4, 5]),
         (chain("ab"), 1, [2]),
     ]

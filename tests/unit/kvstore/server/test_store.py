@@ -7,6 +7,7 @@ import hashlib
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import pytest
@@ -424,6 +425,30 @@ def test_a_leased_block_keeps_its_slot_however_scarce_memory_is(small: Home) -> 
         assert small.is_whole(slot, key, ONE, SMALL)
     small.ask(Release([found.lease]), Done)
     assert small.save("x") == 1
+
+
+def test_a_lease_ends_with_its_process_which_is_stopped_or_not(small: Home) -> None:
+    small.save("abcdefg")
+    with subprocess.Popen(["sleep", "600"]) as reader:
+        asked = Lookup(ONE, chain("abcdefg"), 0, LEASE_S, False, pid=reader.pid)
+        assert small.ask(asked, Found).in_memory == 7
+        reader.send_signal(signal.SIGSTOP)
+        small.pass_time(LEASE_S / 2)
+        assert small.save("x") == 0
+        reader.kill()
+    small.pass_time(0)
+    assert small.save("x") == 1
+    small.check_slots()
+
+
+def test_a_process_that_cannot_be_seen_ends_no_lease(small: Home) -> None:
+    small.save("abcdefg")
+    with subprocess.Popen(["true"]) as elsewhere:
+        pass
+    asked = Lookup(ONE, chain("abcdefg"), 0, LEASE_S, False, pid=elsewhere.pid)
+    assert small.ask(asked, Found).in_memory == 7
+    small.pass_time(LEASE_S / 2)
+    assert small.save("x") == 0
 
 
 def test_what_a_reader_is_on_its_way_for_stays_until_its_time_is_up(small: Home) -> None:
@@ -906,6 +931,101 @@ def test_a_batch_that_finds_the_ssd_full_costs_one_segment(tmp_path: Path) -> No
     home.writer.run()
     home.pass_time(0)
     assert len(home.segments()) == 7
+
+
+class CountedWrites:
+    """Blocks that a store's SSD took from its making on."""
+
+    def __init__(self, home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert home.ssd is not None
+        self.count, write = 0, home.ssd.write
+
+        def counted(*args: Any) -> int:
+            location = write(*args)
+            self.count += 1
+            return location
+
+        monkeypatch.setattr(home.ssd, "write", counted)
+
+
+def full_memory(folder: Path, ssd_share: float) -> Home:
+    """56 blocks in 14 chains, all that memory holds, and an SSD for a share of them."""
+    home = Home(folder, extents=8, ssd_bytes=int(ssd_share * 56) * SMALL_RECORD)
+    for number in range(14):
+        home.save(letters(chr(256 + number), 4))
+        home.settle()
+    return home
+
+
+SHARES = (0.04, 0.1, 0.25, 0.5, 0.9, 1.0, 1.1, 1.5, 2.0)
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("restarts", [False, True])
+def test_at_rest_nothing_is_written(
+    share: float, restarts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = full_memory(tmp_path, share)
+    if restarts:
+        home.crash_and_recover()
+    home.settle()
+    writes = CountedWrites(home, monkeypatch)
+    for _ in range(60):
+        home.pass_time(1)
+        while home.writer:
+            home.writer.run()
+    assert writes.count == 0
+    usage = home.usage()
+    assert (usage.leases, usage.writers) == (0, 0)
+    assert usage.models[0].blocks_in_memory == 56
+    if not restarts:
+        assert int(share * 56) // 2 <= usage.models[0].blocks_on_ssd
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_what_is_evicted_is_on_ssd_as_long_as_half_of_it_has_room(
+    share: float, tmp_path: Path
+) -> None:
+    home = full_memory(tmp_path, share)
+    added = [letters(chr(512 + number), 4) for number in range(40)]
+    for tokens in added:
+        home.save(tokens)
+        home.settle()
+        home.check_slots()
+    # What was added last is in memory, and before that what left it last.
+    found = [home.index.match(ONE, chain(tokens)) for tokens in added]
+    gone = [tokens for tokens, match in zip(added, found, strict=True) if match.in_memory < 4]
+    kept = sum(match.resident - match.in_memory for match in found)
+    # Segments of four blocks are dropped whole.
+    assert kept >= min(4 * len(gone), int(share * 56) // 2 - 4)
+    if share >= 0.25:
+        come_back(home, gone[-1])
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0, 1.5])
+def test_hits_alone_do_not_wear_the_ssd_out(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = full_memory(tmp_path, share)
+    writes = CountedWrites(home, monkeypatch)
+    for turn in range(200):
+        home.read(letters(chr(256 + turn % 14), 4))
+        home.settle()
+    assert writes.count <= 56 * share / 2 + 8
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0, 1.5])
+def test_a_full_ssd_takes_a_few_times_what_memory_evicts_and_no_more(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = full_memory(tmp_path, share)
+    writes = CountedWrites(home, monkeypatch)
+    for turn in range(60):
+        home.read(letters(chr(256 + turn % 14), 4))
+        home.save(letters(chr(512 + turn), 1))
+        home.settle()
+    evicted = home.usage().models[0].evicted_blocks
+    assert evicted <= writes.count <= 56 * share / 2 + 4 * evicted + 8
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])

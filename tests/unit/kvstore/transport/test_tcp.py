@@ -24,6 +24,7 @@ from loomserve.kvstore.transport.protocol import (
 )
 from loomserve.kvstore.transport.tcp import TcpTransport
 from loomserve.platform.base.errors import StartError
+from tests.waiting import PATIENCE_S
 
 TOKEN = "a token of this run"
 SPACE = b"n" * 16
@@ -192,7 +193,7 @@ def test_a_holder_hears_of_a_bad_block() -> None:
     source = Blocks()
     with served(source) as peer, closing(TcpTransport(TOKEN)) as transport:
         transport.spoiled(peer, Spoiled(SPACE, b"k" * 32))
-        until = time.monotonic() + 5
+        until = time.monotonic() + PATIENCE_S
         while not source.bad:
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -214,32 +215,40 @@ def test_a_peer_that_stops_in_the_middle_is_gone_within_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(channel, "SILENT_S", 0.3)
+    goes_on = threading.Event()
 
     class Slow(Blocks):
         def hold(self, request: FetchRequest) -> HeldBlocks:
-            time.sleep(2)
+            goes_on.wait(3 * PATIENCE_S)
             return super().hold(request)
 
     with served(Slow()) as peer, closing(TcpTransport(TOKEN)) as transport:
-        begin = time.monotonic()
         with pytest.raises(PeerGoneError, match="nothing moved"):
             fetched(transport, peer, wanted(1))
-        assert time.monotonic() - begin < 1.8
+        assert not goes_on.is_set()
+        goes_on.set()
 
 
 def test_closing_ends_fetches_under_way() -> None:
+    held, goes_on = threading.Event(), threading.Event()
+
     class Endless(Blocks):
         def hold(self, request: FetchRequest) -> HeldBlocks:
-            time.sleep(3)
+            held.set()
+            goes_on.wait(3 * PATIENCE_S)
             return super().hold(request)
 
     with served(Endless()) as peer:
         transport = TcpTransport(TOKEN)
-        threading.Timer(0.2, transport.close).start()
-        begin = time.monotonic()
+
+        def close() -> None:
+            held.wait(PATIENCE_S)
+            transport.close()
+
+        threading.Thread(target=close).start()
         with pytest.raises(PeerGoneError):
             fetched(transport, peer, wanted(1))
-        assert time.monotonic() - begin < 2
+        goes_on.set()
         with pytest.raises(PeerGoneError, match="has ended"):
             fetched(transport, peer, wanted(1))
 

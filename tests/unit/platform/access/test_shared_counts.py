@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from loomserve.platform.access.shared_counts import Count, NoPlaceError, SharedCounts
+from tests.waiting import PATIENCE_S
 
 Start = Callable[[], SharedCounts]
 
@@ -100,7 +101,7 @@ def test_one_that_is_killed_has_nothing_running(tmp_path: Path, start: Start) ->
         target=_count_and_wait, args=(tmp_path / "front-ends", say)
     )
     child.start()
-    assert ready.poll(60)
+    assert ready.poll(PATIENCE_S)
     own.look()
     assert own.places == [1]
     assert own.running_elsewhere("key a") == 2
@@ -108,7 +109,7 @@ def test_one_that_is_killed_has_nothing_running(tmp_path: Path, start: Start) ->
     assert own.news("key a", Count.TOKENS) == 9
     assert child.pid is not None
     os.kill(child.pid, signal.SIGKILL)
-    child.join(10)
+    child.join(PATIENCE_S)
     own.look()
     assert own.places == []
     assert own.running_elsewhere("key a") == 0

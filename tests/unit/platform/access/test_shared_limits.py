@@ -16,6 +16,7 @@ from loomserve.platform.access.request_meter import RequestMeter
 from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.config import ApiKey
+from tests.waiting import PATIENCE_S
 
 HASH = "sha256:" + "0" * 64
 DAY_S = 86_400
@@ -201,7 +202,7 @@ def test_a_controller_that_is_away_is_asked_again() -> None:
         keeping = asyncio.create_task(allowances.keep(ask))
         key = ApiKey(name="k", hash=HASH, requests_per_minute=1)
         meter = RequestMeter(allowances=allowances)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while len(asked) < 4:
                 # What is refused is asked for at once.
                 for _ in range(2):

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import errno
+import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from loomserve.platform.access.metrics import KeyMetrics
+from loomserve.platform.access.shared_counts import OnlyOne
 from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.config import ApiKey
@@ -48,6 +52,30 @@ def test_the_days_tokens_outlive_the_gateway(file: Path) -> None:
     second.meter.save()
     assert Gateway(file).is_over()
     assert not Gateway(file, first.unix_s + DAY_S / 2).is_over()
+
+
+def test_a_file_that_cannot_be_read_for_now_is_not_written_over(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meter() -> TokenMeter:
+        metrics, counts = KeyMetrics(CollectorRegistry()), OnlyOne()
+        return TokenMeter(metrics, file, counts=counts, clock=lambda: 7.0, unix_clock=lambda: 1e9)
+
+    one, other = meter(), meter()
+    other.charge(ALICE, 60, 0)
+    other.save()
+
+    def none_left(*_: object, **__: object) -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    one.charge(ALICE, 1, 0)
+    with monkeypatch.context() as short:
+        short.setattr(Path, "read_text", none_left)
+        one.save()
+    assert json.loads(file.read_text())["tokens"] == {"alice": 60}
+    one.charge(ALICE, 60, 0)
+    one.save()
+    assert json.loads(file.read_text())["tokens"] == {"alice": 61}
 
 
 def test_nothing_is_written_that_has_not_changed(file: Path) -> None:

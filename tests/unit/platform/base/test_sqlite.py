@@ -11,12 +11,13 @@ import pytest
 
 from loomserve.platform.base.errors import TakenOver
 from loomserve.platform.base.sqlite import Database, OtherVersionError, SqlSchema
+from tests.waiting import PATIENCE_S
 
 NUMBERS = SqlSchema(tables="CREATE TABLE numbers (n INTEGER NOT NULL) STRICT;", version=2)
 
 
-def opened(path: Path, version: int = NUMBERS.version) -> Database:
-    return Database(path, SqlSchema(NUMBERS.tables, version), busy_timeout_s=1)
+def opened(path: Path, version: int = NUMBERS.version, busy_timeout_s: float = 1) -> Database:
+    return Database(path, SqlSchema(NUMBERS.tables, version), busy_timeout_s=busy_timeout_s)
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_no_two_owners_have_one_generation(tmp_path: Path) -> None:
 
     def take() -> None:
         for _ in range(20):
-            database = opened(path)
+            database = opened(path, busy_timeout_s=PATIENCE_S)
             taken.append(database.take_over())
             database.close()
 

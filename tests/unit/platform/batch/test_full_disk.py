@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -72,9 +71,8 @@ def left_behind(bench: Bench) -> list[Path]:
     return [*bench.folder.incoming("x").parent.iterdir()]
 
 
-async def whole_after_room(bench: Bench, batch_id: str, lines: int, began: float) -> None:
+async def whole_after_room(bench: Bench, batch_id: str, lines: int) -> None:
     batch = await bench.ended(batch_id)
-    assert time.monotonic() - began < 5
     assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, lines)
     output = bench.lines_of(batch.output_file_id)
     assert [line["custom_id"] for line in output] == [f"c{n}" for n in range(lines)]
@@ -88,7 +86,7 @@ async def test_full_while_a_file_is_checked(disk: Path) -> None:
         with filled(disk):
             await asyncio.sleep(0.6)
             assert bench.store.batches.get(None, batch_id).status is BatchStatus.VALIDATING
-        await whole_after_room(bench, batch_id, 300, time.monotonic())
+        await whole_after_room(bench, batch_id, 300)
 
 
 async def test_full_while_answers_come(disk: Path) -> None:
@@ -101,7 +99,7 @@ async def test_full_while_answers_come(disk: Path) -> None:
             asked = sum(bench.engines.calls.values())
             await asyncio.sleep(0.3)
             assert sum(bench.engines.calls.values()) == asked, "no more than can be kept"
-        await whole_after_room(bench, batch_id, 200, time.monotonic())
+        await whole_after_room(bench, batch_id, 200)
     assert set(bench.engines.calls.values()) == {1}, "no answer was lost"
 
 
@@ -117,13 +115,11 @@ async def test_full_while_a_batch_ends_and_another_does_not_wait_for_it(disk: Pa
             )
             small = bench.submit(requests(5))
             lane.nudge()
-            began = time.monotonic()
             assert (await bench.ended(small)).status is BatchStatus.COMPLETED
-            assert time.monotonic() - began < 5
             await asyncio.sleep(0.5)
             assert bench.store.batches.get(None, large).status is BatchStatus.FINALIZING
             assert len(left_behind(bench)) <= 2
-        await whole_after_room(bench, large, 160, time.monotonic())
+        await whole_after_room(bench, large, 160)
 
 
 def test_full_while_a_file_is_uploaded(disk: Path) -> None:

@@ -37,6 +37,7 @@ from loomserve.platform.config import Batch
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import Role
 from loomserve.routers.snapshot import RoutingStats
+from tests.waiting import PATIENCE_S
 
 ALICE = "alice"
 Behave = Callable[[LineCall], LineAnswer]
@@ -48,7 +49,7 @@ def good(call: LineCall) -> LineAnswer:
 
 
 async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -152,7 +153,7 @@ class Bench:
         return batch_id
 
     async def ended(self, batch_id: str) -> BatchRecord:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             await until(lambda: self.store.batches.get(None, batch_id).status in ENDED)
         return self.store.batches.get(None, batch_id)
 

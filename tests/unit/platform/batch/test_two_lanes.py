@@ -21,6 +21,7 @@ from tests.unit.platform.batch.test_lane import (
     requests,
     until,
 )
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +38,7 @@ def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def run_until_taken_over(bench: Bench) -> None:
     with pytest.raises(ExceptionGroup) as ended:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             await bench.make().run()
     assert ended.group_contains(TakenOver)
 

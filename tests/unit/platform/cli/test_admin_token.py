@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +16,11 @@ import pytest
 
 from loomserve.platform.access.keys import hash_key
 from loomserve.platform.base.errors import StartError
+from loomserve.platform.cli import status
 from loomserve.platform.cli.admin_token import read_token, token_for, token_path, with_admin_token
 from loomserve.platform.cli.status import ask, client_for
 from loomserve.platform.config import Config
+from tests.waiting import PATIENCE_S
 
 CONFIG = Config.model_validate(
     {"devices": [{"name": "core0", "kind": "cpu", "cores": [0]}], "models": []}
@@ -187,3 +193,70 @@ def test_a_redirect_elsewhere_is_not_followed(monkeypatch: pytest.MonkeyPatch) -
         ask(client, url, None, "state")
     assert [request.url.host for request in asked] == ["127.0.0.1"]
     assert asked[0].headers["authorization"] == f"Bearer {read_token()}"
+
+
+# As nobody, told the port by its standard output; what it hears goes there, too.
+LISTENER = """
+import os, socket, sys
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    connection, _ = server.accept()
+    if sys.argv[1] == "alone":
+        server.close()
+    print("heard", connection.recv(4096), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("given", [None, "a token of the user's"])
+@pytest.mark.parametrize("after", ["listening", "alone"])
+def test_no_other_user_who_took_the_port_hears_the_token(
+    given: str | None, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started_hash()
+    # As if the listener had come after the first look.
+    monkeypatch.setattr(status, "token_for", lambda _: read_token())
+    listener = subprocess.Popen(
+        [sys.executable, "-c", LISTENER, after], stdout=subprocess.PIPE, text=True
+    )
+    assert listener.stdout is not None
+    url = f"http://localhost:{int(listener.stdout.readline())}"
+    with client_for(url) as client, pytest.raises(StartError, match="was not sent"):
+        ask(client, url, given, "state")
+    if listener.poll() is None:
+        # It heard nothing, and may have been asked nothing at all.
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))).close()
+    assert listener.stdout.read() == "heard b''\n"
+    assert listener.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_port_of_another_users_gets_no_token_from_the_file() -> None:
+    started_hash()
+    listener = subprocess.Popen(
+        [sys.executable, "-c", LISTENER, "listening"], stdout=subprocess.PIPE, text=True
+    )
+    assert listener.stdout is not None
+    try:
+        with pytest.raises(StartError, match="user nobody listens"):
+            token_for(f"http://127.0.0.1:{int(listener.stdout.readline())}")
+    finally:
+        listener.kill()
+        listener.wait()
+
+
+def test_a_token_that_is_given_goes_to_a_remote_address_as_it_is() -> None:
+    sent: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(request)
+        return httpx.Response(200)
+
+    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
+        ask(client, "http://example.org:8000", "given", "state")
+    assert [request.headers["authorization"] for request in sent] == ["Bearer given"]
+    assert "trace" not in sent[0].extensions

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sklearn.ensemble import RandomForestRegressor
 
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.cli import main
@@ -14,6 +15,7 @@ from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
 from loomserve.platform.lengths.predict.prediction import LengthQuery
 from loomserve.platform.lengths.predict.predictor import TrainedPredictor
 from loomserve.platform.lengths.stored import folder_of
+from loomserve.platform.lengths.training import fit
 from loomserve.platform.lengths.training.versions import PredictorVersions
 from tests.unit.platform.lengths import lengths_folder
 
@@ -74,6 +76,7 @@ def test_what_is_trained_predicts(
 def test_an_evaluation_is_shown_and_saved(
     model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(fit, "RandomForestRegressor", lambda _, **o: RandomForestRegressor(8, **o))
     saved = data.with_name("table.json")
     options = ("--embeddings", str(model), "--save", str(saved))
     assert run(monkeypatch, "evaluate", str(data), *options) == 0

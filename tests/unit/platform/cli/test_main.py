@@ -17,8 +17,10 @@ from loomserve.deployments import planning
 from loomserve.platform.access.keys import hash_key
 from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.cli import main, serve
+from loomserve.platform.cli.checks import machine
 from loomserve.platform.config import load
 from loomserve.platform.rebalancing.plans.store import PlanStore, plans_folder
+from loomserve.platform.run import ending
 
 DEVICES = [{"name": "core0", "kind": "cpu", "cores": [0]}]
 MODEL = {"name": "m", "source": "demo", "devices": ["core0"], "engine": {"enforce_eager": True}}
@@ -94,6 +96,33 @@ def test_what_cannot_be_served_is_refused_at_the_start(
     assert "Traceback" not in said
 
 
+def test_what_nobody_expected_is_a_paragraph_too_unless_more_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(path: Path) -> None:
+        raise RuntimeError("the disk is on fire")
+
+    monkeypatch.setattr(main.configuration, "load", fails)
+    monkeypatch.setattr(ending, "_shown", False)
+    assert run(monkeypatch, "config", "check", "x.yaml") == 1
+    assert capsys.readouterr().err == (
+        "loomserve: RuntimeError: the disk is on fire (loomserve --debug shows where)\n"
+    )
+    for words in (("--debug", "config", "check"), ("serve", "--debug"), ("--debug", "serve")):
+        monkeypatch.setattr(ending, "_shown", False)
+        assert run(monkeypatch, *words, "x.yaml") == 1
+        assert "in fails" in capsys.readouterr().err
+
+
+def test_a_node_too_shows_where_an_error_was_raised_if_it_is_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for shown in (False, True):
+        monkeypatch.setattr(ending, "_shown", False)
+        assert run(monkeypatch, "node", "--address", "nowhere", *(["--debug"] * shown)) == 2
+        assert ("Traceback" in capsys.readouterr().err) is shown
+
+
 def test_a_busy_port_is_said_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,7 +151,7 @@ def test_a_missing_compiler_matters_only_where_vllm_compiles(
 def test_a_folder_for_plans_that_cannot_be_used_is_said_only_where_plans_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "_CLAIM_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(machine, "_CLAIM_TIMEOUT_S", 0.0)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]

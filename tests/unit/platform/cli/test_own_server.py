@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
 import urllib.error
 import urllib.request
@@ -14,7 +15,14 @@ from pathlib import Path
 import pytest
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.cli.own_server import trust_of, url_of, warnings, with_absolute_files
+from loomserve.platform.cli.own_server import (
+    descriptors,
+    sizes,
+    trust_of,
+    url_of,
+    warnings,
+    with_absolute_files,
+)
 from loomserve.platform.cli.serve import _first_answer
 from loomserve.platform.cli.status import StatusError, ask, client_for
 from loomserve.platform.config import Config, Server, Tls
@@ -110,6 +118,57 @@ def test_clear_text_is_warned_of_where_others_can_read_it(host: str, warned: int
     said = list(warnings(Server(host=host, allow_unauthenticated=True)))
     assert len(said) == warned
     assert all("server.tls" in line for line in said)
+
+
+def test_memory_that_engines_would_wait_for_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config.model_validate({"models": [{"name": "m", "source": "demo"}]})
+    monkeypatch.setenv("LOOMSERVE_MEMORY_THRESHOLD", "1")
+    assert list(sizes(config)) == []
+    monkeypatch.setenv("LOOMSERVE_MEMORY_THRESHOLD", "0.0001")
+    (said,) = sizes(config)
+    assert "memory is short" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "most", "says"),
+    [
+        (256, 1024, "64 connections"),
+        (256, 64, None),
+        (1024, 1024, "640 connections"),
+        (2048, 1024, None),
+        (180, 7, None),
+    ],
+)
+def test_connections_without_descriptors_are_told_of(
+    given: int, most: int, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (given, given))
+    said = list(descriptors(Server(max_connections=most)))
+    assert len(said) == (0 if says is None else 1)
+    assert all(str(says) in line and "ulimit" in line for line in said)
+
+
+def test_too_few_descriptors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (128, 128))
+    with pytest.raises(StartError, match="at least 256"):
+        list(descriptors(Server()))
+
+
+@pytest.mark.parametrize(
+    ("ssd", "warned"), [(None, 0), ("64MiB", 1), ("128MiB", 1), ("255MiB", 1), ("256MiB", 0)]
+)
+def test_an_ssd_that_holds_little_more_than_memory_is_warned_of(
+    ssd: str | None, warned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOOMSERVE_MEMORY_THRESHOLD", "1")
+    store = {"memory": "128MiB", "ssd": ssd}
+    said = list(
+        sizes(
+            Config.model_validate({"models": [{"name": "m", "source": "demo"}], "kvstore": store})
+        )
+    )
+    assert len(said) == warned
+    assert all("kvstore.ssd" in line for line in said)
 
 
 @pytest.mark.parametrize(

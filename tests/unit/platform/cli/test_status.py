@@ -21,12 +21,14 @@ from loomserve.platform.state import (
     AdapterState,
     AliasState,
     BorrowingState,
+    ChatParsers,
     DeviceState,
     LoanState,
     ModelState,
     ModelStatus,
     NodeState,
     NodeStatus,
+    ParserChoice,
     PlatformState,
     ReplicaLoad,
     ReplicaState,
@@ -127,6 +129,18 @@ def test_a_request_that_waits_for_long_shows_its_age() -> None:
         replica = REPLICA.model_copy(update={"load": load})
         model = MODEL.model_copy(update={"replicas": (replica,)})
         assert row(printed(STATE.model_copy(update={"models": (model,)})), "7", cell, "45.7")
+
+
+def test_a_model_shows_what_reads_its_tool_calls_and_why() -> None:
+    parsers = ChatParsers(
+        tool_call=ParserChoice(name="hermes", why="the template writes <tool_call>"),
+        reasoning=ParserChoice(name=None, why="the configuration says"),
+    )
+    model = MODEL.model_copy(update={"parsers": parsers})
+    assert (
+        "chat: tool calls: hermes (the template writes <tool_call>); "
+        "reasoning: none (the configuration says)"
+    ) in printed(STATE.model_copy(update={"models": (model,)}))
 
 
 @pytest.mark.parametrize(("turnaround", "shown"), [(1.254, "1.25"), (None, "-")])

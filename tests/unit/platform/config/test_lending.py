@@ -61,6 +61,7 @@ BAD_FIELDS = [
      "runs in one process"),
     ("max_model_len: 4096", "speculative_config: {method: ngram}",
      "models[0].engine.speculative_config", "speculative"),
+    ("max_model_len: 4096", "runner: pooling", "models[0].engine.runner", "no answer that grows"),
     ("max_model_len: 4096", "kv_cache_dtype: fp8", "models[0].engine.kv_cache_dtype",
      "quantised KV"),
     ("max_model_len: 4096", "enforce_eager: false", "models[0].engine.enforce_eager",
@@ -84,7 +85,8 @@ def test_a_wrong_field_is_named_with_its_line(old: str, new: str, field: str, sa
 
 
 @pytest.mark.parametrize(
-    "option", ["tensor_parallel_size: 1", "enforce_eager: true", "kv_cache_dtype: auto"]
+    "option",
+    ["tensor_parallel_size: 1", "enforce_eager: true", "kv_cache_dtype: auto", "runner: auto"],
 )
 def test_options_of_the_engine_that_lending_needs_anyway_may_be_written(option: str) -> None:
     assert parse(GOOD.replace("max_model_len: 4096", option)).models[0].lending is not None

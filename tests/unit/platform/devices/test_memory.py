@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.config import Device, Idle, Model, OfflineModel, Pipeline, Roles
+from loomserve.platform.config import (
+    Device,
+    Idle,
+    Model,
+    OfflineModel,
+    Pipeline,
+    Roles,
+    Simulated,
+)
 from loomserve.platform.devices.gpus import Gpu
 from loomserve.platform.devices.memory import (
     FRONT_END_BYTES,
@@ -15,6 +23,7 @@ from loomserve.platform.devices.memory import (
     NODE_BYTES,
     PLATFORM_BYTES,
     SERVED_MODEL_BYTES,
+    SIMULATED_BYTES,
     TOKENIZER_BYTES,
     NodeMemory,
     check_budgets,
@@ -25,6 +34,7 @@ from loomserve.platform.devices.memory import (
     offline_bytes,
     plan_on_nodes,
     plan_replicas,
+    platform_bytes,
     replica_bytes,
 )
 
@@ -235,3 +245,21 @@ def test_what_there_is_of_devices_is_looked_up_by_node_and_number() -> None:
     ]
     there = {"one": {1: Gpu(8, 7)}, "two": {0: Gpu(8, 6)}}
     assert gpus_there(devices, there) == {"one-g": Gpu(8, 7), "two-g": Gpu(0, 0)}
+
+
+def test_a_simulated_model_takes_next_to_nothing_of_the_machine_whatever_it_stands_for() -> None:
+    stands_for = Simulated(memory=80 * GIB)
+    simulated = Model(
+        name="s", source="simulated", devices=("g0",), kv_cache_memory="40GiB", simulated=stands_for
+    )
+    gpus = {"g0": Gpu(GIB, GIB)}
+    assert not is_on_gpus(simulated, gpus)
+    assert replica_bytes(simulated, 0, gpus) == SIMULATED_BYTES + 80 * GIB
+    assert host_bytes(simulated, 0, gpus) == SIMULATED_BYTES
+    available = platform_bytes(1, []) + SIMULATED_BYTES
+    assert plan_replicas([simulated], {"s": 0}, available, gpus=gpus) == {"s": 1}
+    device = Device(name="g0", kind="cuda", gpu=0, memory="64GiB")
+    with pytest.raises(StartError, match=r"may give models 64.0 GiB"):
+        check_budgets([simulated], {"s": 0}, {"s": 1}, [device])
+    plain = simulated.model_copy(update={"simulated": None})
+    check_budgets([plain], {"s": 0}, {"s": 1}, [device])

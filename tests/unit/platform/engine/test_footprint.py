@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 from loomserve.platform.engine import footprint
 from loomserve.platform.engine.core.host import EngineEnded
 from loomserve.platform.engine.footprint import Footprint, own_bytes
+from tests.waiting import PATIENCE_S
 
 FACTS = {"layers": 2, "layer_bytes": 1, "kv_heads": 1, "block_bytes": 1, "block_tokens": 1}
 
@@ -38,7 +39,7 @@ def test_the_last_measurement_stays_while_an_engine_does_not_answer(
 
         kept = Footprint(FACTS, start_s=3.0, measure=measure)
         keeping = asyncio.create_task(kept.keep())
-        await asyncio.wait_for(enough.wait(), 5)
+        await asyncio.wait_for(enough.wait(), PATIENCE_S)
         keeping.cancel()
 
     asyncio.run(scenario())

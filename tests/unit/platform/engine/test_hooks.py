@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,11 +84,17 @@ def test_the_docs_print_the_table() -> None:
 # What the product does, by its own source: each of it must stand in the table.
 
 
-def imports(tree: ast.Module) -> dict[str, tuple[str, str]]:
-    """Local name to module and name there."""
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def imports(path: Path) -> dict[str, tuple[str, str]]:
+    """Of a file, local name to module and name there."""
     return {
         alias.asname or alias.name: (node.module, alias.name)
-        for node in ast.walk(tree)
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
@@ -95,11 +102,10 @@ def imports(tree: ast.Module) -> dict[str, tuple[str, str]]:
 
 def bases(path: Path, node: ast.ClassDef) -> Iterator[ClassSource | tuple[Path, ast.ClassDef]]:
     """Classes that it inherits from: vLLM's and Ray's, and our own with all of theirs."""
-    tree = ast.parse(path.read_text())
-    here = {each.name: each for each in tree.body if isinstance(each, ast.ClassDef)}
+    here = {each.name: each for each in parsed(path).body if isinstance(each, ast.ClassDef)}
     for base in node.bases:
         name = getattr(base, "id", "")
-        module, there = imports(tree).get(name, ("", ""))
+        module, there = imports(path).get(name, ("", ""))
         if name in here:
             yield path, here[name]
             yield from bases(path, here[name])
@@ -110,7 +116,7 @@ def bases(path: Path, node: ast.ClassDef) -> Iterator[ClassSource | tuple[Path, 
         elif module.startswith("loomserve."):
             home = ROOT / (module.removeprefix("loomserve.").replace(".", "/") + ".py")
             if home.is_file():
-                for each in ast.parse(home.read_text()).body:
+                for each in parsed(home).body:
                     if isinstance(each, ast.ClassDef) and each.name == there:
                         yield home, each
                         yield from bases(home, each)
@@ -139,7 +145,7 @@ def touched(path: Path, node: ast.ClassDef) -> set[str]:
 def subclasses() -> Iterator[tuple[str, ast.ClassDef, set[str], list[ClassSource]]]:
     for folder in CODE:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.parse(path.read_text()).body:
+            for node in parsed(path).body:
                 if isinstance(node, ast.ClassDef):
                     theirs = [b for b in bases(path, node) if isinstance(b, ClassSource)]
                     if theirs:
@@ -173,7 +179,7 @@ def test_the_table_has_every_member_that_a_subclass_touches() -> None:
 def private_imports() -> Iterator[tuple[str, str, str]]:
     for folder in CODE:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for module, name in imports(ast.parse(path.read_text())).values():
+            for module, name in imports(path).values():
                 parts = [*module.split("."), name]
                 if parts[0] in TESTED_VERSIONS and any(PRIVATE.match(part) for part in parts):
                     yield str(path.relative_to(ROOT)), module, name

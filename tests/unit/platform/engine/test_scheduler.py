@@ -94,6 +94,7 @@ def add(
     prompt: int,
     answer: int,
     grammar: StructuredOutputsParams | None = None,
+    priority: int = 0,
     **extra: Any,
 ) -> Request:
     init_none_hash(sha256)
@@ -105,6 +106,7 @@ def add(
             max_tokens=answer, ignore_eos=True, extra_args=extra, structured_outputs=grammar
         ),
         pooling_params=None,
+        priority=priority,
         block_hasher=get_request_block_hasher(SIZE, sha256),
     )
     scheduler.add_request(request)
@@ -163,7 +165,7 @@ def test_all_requests_end_and_leave_nothing_however_memory_is_shared(
     assert not scheduler.has_unfinished_requests()
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
     assert not scheduler.order._hints
-    assert not scheduler.order._background
+    assert not scheduler.order._out_of_turn
     assert scheduler.swap.totals["recomputed"] > 0 or options.preemption == "swap"
 
 
@@ -179,6 +181,18 @@ def test_in_the_order_of_arrival_background_requests_come_after_all_others(model
         ended += step(scheduler)
     others = ["first 0", "second 0", "first 1", "second 1"]
     assert ended == [*others, "background 0", "background 1"]
+
+
+@pytest.mark.parametrize("options", ["vLLM's own", "fair", "sjf, by peak memory"])
+def test_requests_are_served_in_the_order_of_their_priorities(model: Path, options: str) -> None:
+    scheduler = scheduler_of(model, OPTIONS[options], seats=1)
+    ended: list[str] = []
+    for name, priority in [("0", 0), ("later", 5), ("soon", -2), ("0 too", 0), ("soonest", -9)]:
+        add(scheduler, name, prompt=40, answer=3, priority=priority)
+    add(scheduler, "background", prompt=40, answer=3, priority=-99, **{BACKGROUND: 1})
+    while scheduler.has_unfinished_requests():
+        ended += step(scheduler)
+    assert ended == ["soonest", "soon", "0", "0 too", "later", "background"]
 
 
 def test_running_requests_that_sit_a_step_out_keep_their_seats(model: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from loomserve.platform.config import Lengths
 from loomserve.platform.fleet.registry import HEARTBEAT_EXPIRES_S, SILENCE_ENDS_S
 from loomserve.platform.state import (
+    ChatParsers,
     ModelStatus,
+    ParserChoice,
     Presence,
     ReplicaLoad,
     StageState,
@@ -23,6 +25,22 @@ def test_a_model_goes_from_loading_over_degraded_to_ready_as_replicas_report() -
     assert [device.models for device in some.views.used_devices(2)] == [("org/m",), ("org/m",)]
 
 
+def test_operators_see_what_reads_a_models_answers_before_and_after_it_has_replicas() -> None:
+    some = fleet()
+    (unknown,) = some.views.models(0)
+    later, now = (
+        ChatParsers(
+            tool_call=ParserChoice(name=name, why="w"), reasoning=ParserChoice(name=None, why="w")
+        )
+        for name in ("hermes", "mistral")
+    )
+    some.registry.set_front_end("org/m", FRONT_END.model_copy(update={"parsers": later}))
+    (starting,) = some.views.models(0)
+    some.report(report(front_end=FRONT_END.model_copy(update={"parsers": now})), 1)
+    (running,) = some.views.models(1)
+    assert (unknown.parsers, starting.parsers, running.parsers) == (None, later, now)
+
+
 def test_a_pipeline_shows_on_all_of_its_devices() -> None:
     some = fleet(target=1)
     stages = (StageState(device="core1", layers=9), StageState(device="core0", layers=21))
@@ -32,7 +50,7 @@ def test_a_pipeline_shows_on_all_of_its_devices() -> None:
     assert some.views.models(1)[0].replicas[0].stages == stages
 
 
-def test_requests_wait_for_a_silent_replica_only_where_there_is_no_other() -> None:
+def test_gateways_know_of_a_silent_replica_until_it_has_been_silent_for_long() -> None:
     some = fleet(target=1)
     some.report(report(), 0)
     later = HEARTBEAT_EXPIRES_S + 0.1
@@ -42,7 +60,17 @@ def test_requests_wait_for_a_silent_replica_only_where_there_is_no_other() -> No
     (state,) = some.views.models(HEARTBEAT_EXPIRES_S + 2)
     assert state.message.startswith("nothing was heard of its replicas for 12 s")
     some.report(report("r1", "core1"), later)
-    assert [replica.id for replica in some.views.routes(later)[0].replicas] == ["r1"]
+    assert [replica.id for replica in some.views.routes(later)[0].replicas] == ["r1", "r0"]
+    assert status(some, later) is ModelStatus.READY
+    some.report(report("r2"), later)
+    assert [replica.id for replica in some.views.routes(later)[0].replicas] == ["r1", "r2"]
+
+
+def test_gateways_know_no_more_of_a_replica_that_has_been_silent_for_a_minute() -> None:
+    some = fleet(target=1)
+    some.report(report(), 0)
+    some.report(report("r1", "core1"), SILENCE_ENDS_S)
+    assert [replica.id for replica in some.views.routes(SILENCE_ENDS_S)[0].replicas] == ["r1"]
 
 
 def test_a_failure_shows_only_while_nothing_answers() -> None:

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from loomserve.platform.http.protocol import BoundedProtocol, Bounds, bounded_protocol
 from loomserve.platform.http.server import HttpServer, listen
+from tests.waiting import PATIENCE_S
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _LAST = b"GET /last HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -40,7 +41,7 @@ class RawServer:
         reader, writer = await self.connect()
         writer.write(raw)
         try:
-            return await asyncio.wait_for(reader.read(), 5)
+            return await asyncio.wait_for(reader.read(), PATIENCE_S)
         finally:
             writer.close()
 

@@ -9,6 +9,7 @@ import stat
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,30 @@ def test_a_log_that_is_opened_again_goes_on(tmp_path: Path) -> None:
         log.write(line)
         log.close()
     assert (tmp_path / "audit.log").read_text() == "one\ntwo\n"
+
+
+def test_a_line_waits_for_a_file_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = threading.Event()
+    really_open = os.open
+    left = False
+
+    def open_if_left(*args: Any) -> int:
+        if not left:
+            tried.set()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return really_open(*args)
+
+    monkeypatch.setattr(os, "open", open_if_left)
+    log = AuditLog(tmp_path / "audit.log")
+    log.write("one")
+    log.write("two")
+    assert tried.wait(60)
+    left = True
+    log.close()
+    monkeypatch.undo()
+    assert (tmp_path / "audit.log").read_text().split() == ["one", "two"]
 
 
 def test_full_files_are_moved_away_and_the_oldest_are_lost(tmp_path: Path) -> None:

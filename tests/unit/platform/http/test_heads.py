@@ -8,10 +8,11 @@ import time
 
 import psutil
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from loomserve.platform.http.protocol import Bounds
+from loomserve.platform.http.protocol import ONCE, Bounds
 from tests.unit.platform.http.raw import serving
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
@@ -60,6 +61,30 @@ AMBIGUOUS = (
     # The name of the server
     b"GET / HTTP/1.1\r\n\r\n",
     GET + b"Host: y\r\n\r\n",
+    # Targets that are no path, or name another server
+    b"GET http://y/a HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET http://y HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET http://x:81/ HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET http://x/ HTTP/1.1\r\nHost: x:81\r\n\r\n",
+    b"GET http://x/ HTTP/1.1\r\nHost: x:443\r\n\r\n",
+    b"GET http://x@y/ HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET http://y@x/ HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET http://x.y/ HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET http://y?x HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET http:///a HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET ftp://x/a HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET http://x/a HTTP/1.0\r\n\r\n",
+    b"GET x:80 HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET a HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET ?a HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET * HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
+    # Headers that a check goes by, twice
+    *(
+        GET + b"%b: chunked\r\n%b: chunked\r\n\r\n" % (name, name.upper())
+        for name in sorted(ONCE - {b"content-length"})
+    ),
+    GET + b"Authorization: Bearer a\r\nX: y\r\nauthorization: Bearer b\r\n\r\n",
     # The request's line
     b"GET /\r\nHost: x\r\n\r\n",
     b"GET / HTTP/2.0\r\nHost: x\r\n\r\n",
@@ -122,6 +147,12 @@ async def test_what_can_be_read_in_two_ways_is_answered_400_and_nothing_after_it
         (b"\r\n\r\n" + GET + b"\r\n", ["GET", "/", "", ["host"]]),
         (GET + b"A:b  \r\n\r\n", ["GET", "/", "", ["host", "a"]]),
         (b"GET http://x/a HTTP/1.1\r\nHost: x\r\n\r\n", ["GET", "/a", "", ["host"]]),
+        (b"GET HTTP://X:80/a HTTP/1.1\r\nHost: x\r\n\r\n", ["GET", "/a", "", ["host"]]),
+        (b"GET http://x:81/a HTTP/1.1\r\nHost: X:81\r\n\r\n", ["GET", "/a", "", ["host"]]),
+        (b"GET https://x/a HTTP/1.1\r\nHost: x:443\r\n\r\n", ["GET", "/a", "", ["host"]]),
+        (b"GET http://[::1]/a HTTP/1.1\r\nHost: [::1]\r\n\r\n", ["GET", "/a", "", ["host"]]),
+        (b"GET //y/a HTTP/1.1\r\nHost: x\r\n\r\n", ["GET", "//y/a", "", ["host"]]),
+        (GET + b"X-A: b\r\nX-A: c\r\n\r\n", ["GET", "/", "", ["host", "x-a", "x-a"]]),
         (POST + b"Content-Length: 3\r\n\r\nabc", ["POST", "/", "abc", ["host", "content-length"]]),
         (GET + b"Content-Length: 3\r\n\r\nabc", ["GET", "/", "abc", ["host", "content-length"]]),
         (
@@ -155,6 +186,49 @@ async def test_a_request_within_another_protocol_is_answered_and_nothing_after_i
         assert await server.statuses(upgrade) == [200]
 
 
+async def streams(scope: Scope, receive: Receive, send: Send) -> None:
+    """An answer in three pieces whose length nobody tells."""
+    headers = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for piece in (b"one ", b"", b"two"):
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b" three", "more_body": False})
+
+
+@pytest.mark.parametrize("host", [b"", b"Host: x\r\n"])
+@pytest.mark.parametrize(
+    ("app", "line", "body"),
+    [
+        (streams, b"GET / HTTP/1.0\r\n", b"one two three"),
+        (streams, b"HEAD / HTTP/1.0\r\n", b""),
+        (streams, b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n", b"one two three"),
+        (echo, b"GET / HTTP/1.0\r\n", None),
+    ],
+)
+async def test_a_client_of_http_1_0_gets_no_chunks_and_the_end_of_its_connection(
+    app: ASGIApp, line: bytes, body: bytes | None, host: bytes
+) -> None:
+    async with serving(app) as server:
+        head, _, told = (await server.ask(line + host + b"\r\n")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head
+    assert told == body if body is not None else json.loads(told)[1] == "/"
+
+
+async def test_who_asks_before_sending_a_body_is_told_to_go_on() -> None:
+    async with serving(echo) as server:
+        reader, writer = await server.connect()
+        writer.write(POST + b"Content-Length: 3\r\nExpect: 100-Continue\r\n\r\n")
+        line = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+        assert line == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"abc")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert json.loads(await asyncio.wait_for(reader.readline(), PATIENCE_S))[2] == "abc"
+        writer.close()
+
+
 async def test_a_chunk_may_say_that_it_is_large_but_is_not_believed() -> None:
     async with serving(echo) as server:
         _, writer = await server.connect()
@@ -179,10 +253,10 @@ async def test_a_head_may_have_so_many_bytes_and_not_one_more(at_once: bool) -> 
             for place in range(0, size, size if at_once else 5000):
                 writer.write(head[place : place + (size if at_once else 5000)])
                 await asyncio.sleep(0)
-            line = await asyncio.wait_for(reader.readline(), 5)
+            line = await asyncio.wait_for(reader.readline(), PATIENCE_S)
             assert line.split()[1] == status
             if status == b"431":
-                rest = await asyncio.wait_for(reader.read(), 5)
+                rest = await asyncio.wait_for(reader.read(), PATIENCE_S)
                 assert b"connection: close" in rest
                 error = json.loads(rest.partition(b"\r\n\r\n")[2])["error"]
                 assert (error["code"], error["type"]) == (
@@ -197,10 +271,10 @@ async def test_the_second_head_of_a_connection_is_bounded_as_the_first() -> None
         reader, writer = await server.connect()
         for _ in range(3):
             writer.write(head_of(MAX_HEAD))
-            assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == b"200"
-            await asyncio.wait_for(reader.readuntil(b"]\r\n"), 5)
+            assert (await asyncio.wait_for(reader.readline(), PATIENCE_S)).split()[1] == b"200"
+            await asyncio.wait_for(reader.readuntil(b"]\r\n"), PATIENCE_S)
         writer.write(head_of(MAX_HEAD + 1))
-        assert b" 431 " in await asyncio.wait_for(reader.read(), 5)
+        assert b" 431 " in await asyncio.wait_for(reader.read(), PATIENCE_S)
         writer.close()
 
 
@@ -246,7 +320,7 @@ async def test_heads_without_end_cost_little_memory_and_time() -> None:
                     writer.write(piece)
                     await writer.drain()
                     most = max(most, psutil.Process().memory_info().rss - before)
-                assert b" 431 " in await asyncio.wait_for(reader.read(), 10)
+                assert b" 431 " in await asyncio.wait_for(reader.read(), PATIENCE_S)
             except ConnectionError:
                 pass
             finally:

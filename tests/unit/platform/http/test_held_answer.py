@@ -28,7 +28,11 @@ def answer(status: int = 200, pieces: Sequence[bytes] = PIECES) -> list[Message]
     ]
 
 
-def sent(work: Callable[[HeldAnswer], Awaitable[None]], period_s: float = 0.01) -> list[Message]:
+Work = Callable[[HeldAnswer, list[Message]], Awaitable[None]]
+
+
+def sent(work: Work, period_s: float = 0.01) -> list[Message]:
+    """What is sent, which ``work`` sees grow."""
     messages: list[Message] = []
 
     async def send(message: Message) -> None:
@@ -37,10 +41,16 @@ def sent(work: Callable[[HeldAnswer], Awaitable[None]], period_s: float = 0.01) 
     async def main() -> None:
         held = HeldAnswer(send)
         async with held.comments(period_s):
-            await work(held)
+            await work(held, messages)
 
     asyncio.run(main())
     return messages
+
+
+async def _until_comments(messages: list[Message], number: int) -> None:
+    # The stream's head is the first.
+    while len(messages) < 1 + number:  # noqa: ASYNC110 - others append
+        await asyncio.sleep(0.001)
 
 
 async def _say(held: HeldAnswer, messages: Sequence[Message]) -> None:
@@ -49,12 +59,12 @@ async def _say(held: HeldAnswer, messages: Sequence[Message]) -> None:
 
 
 def test_an_answer_that_comes_soon_is_as_it_would_be() -> None:
-    assert sent(lambda held: _say(held, answer()), period_s=5) == answer()
+    assert sent(lambda held, _: _say(held, answer()), period_s=5) == answer()
 
 
 def test_comments_begin_the_stream_and_the_answer_goes_on_without_a_head() -> None:
-    async def work(held: HeldAnswer) -> None:
-        await asyncio.sleep(0.05)
+    async def work(held: HeldAnswer, messages: list[Message]) -> None:
+        await _until_comments(messages, 2)
         await _say(held, answer())
         await asyncio.sleep(0.05)
 
@@ -69,8 +79,8 @@ def test_comments_begin_the_stream_and_the_answer_goes_on_without_a_head() -> No
 
 
 def test_an_error_after_comments_is_an_event() -> None:
-    async def work(held: HeldAnswer) -> None:
-        await asyncio.sleep(0.03)
+    async def work(held: HeldAnswer, messages: list[Message]) -> None:
+        await _until_comments(messages, 1)
         await _say(held, answer(400, [b'{"error": {}}']))
 
     messages = sent(work)
@@ -81,11 +91,11 @@ def test_an_error_after_comments_is_an_event() -> None:
 
 def test_an_error_before_any_comment_keeps_its_status() -> None:
     refused = answer(400, [b"{}"])
-    assert sent(lambda held: _say(held, refused), period_s=5) == refused
+    assert sent(lambda held, _: _say(held, refused), period_s=5) == refused
 
 
 def test_nothing_is_said_once_it_has_ended() -> None:
-    async def work(held: HeldAnswer) -> None:
+    async def work(held: HeldAnswer, messages: list[Message]) -> None:
         pass
 
     assert sent(work) == []

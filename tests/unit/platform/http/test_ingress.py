@@ -28,6 +28,7 @@ from loomserve.platform.base.errors import EngineGone, TooManyRequests
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
 from loomserve.platform.http.ingress.body import read_body
+from tests.waiting import PATIENCE_S
 
 Headers = dict[str, str]
 WAIT = object()  # in a request's messages: the client has sent all and stays connected
@@ -133,7 +134,7 @@ class Door:
         }
         before = len(self.rejected)
         try:
-            await asyncio.wait_for(self.asgi(scope, receive, send), 5)
+            await asyncio.wait_for(self.asgi(scope, receive, send), PATIENCE_S)
         finally:
             self.last = Reply(sent, self.rejected[before:])
         return self.last
@@ -823,7 +824,7 @@ def test_drops_of_body_do_not_extend_the_time() -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
         scope = {"type": "http", "method": "POST", "path": "/v1/models", "headers": []}
-        await asyncio.wait_for(_door(header_timeout_s=0.1).asgi(scope, drip, send), 5)
+        await asyncio.wait_for(_door(header_timeout_s=0.1).asgi(scope, drip, send), PATIENCE_S)
         assert sent[0]["status"] == 408
         return loop.time() - started
 

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from loomserve.platform.http.protocol import Bounds, bounded_protocol
 from loomserve.platform.http.server import HttpServer, listen
+from tests.waiting import PATIENCE_S
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
@@ -39,7 +40,7 @@ async def serving(head_timeout_s: float = 0.3, max_connections: int = 10) -> Asy
 
 
 async def until_closed(reader: asyncio.StreamReader) -> tuple[int, dict[str, object]]:
-    head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+    head, _, body = (await asyncio.wait_for(reader.read(), PATIENCE_S)).partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)["error"]
 
 
@@ -61,10 +62,10 @@ def test_a_silent_connection_may_come_ahead_of_its_request() -> None:
             reader, writer = await connect()
             await asyncio.sleep(0.6)
             writer.write(GET)
-            assert b"hello" in await asyncio.wait_for(reader.readuntil(b"hello"), 5)
+            assert b"hello" in await asyncio.wait_for(reader.readuntil(b"hello"), PATIENCE_S)
             await asyncio.sleep(0.6)  # and so may the next request on a kept connection
             writer.write(GET)
-            assert b"hello" in await asyncio.wait_for(reader.readuntil(b"hello"), 5)
+            assert b"hello" in await asyncio.wait_for(reader.readuntil(b"hello"), PATIENCE_S)
             writer.close()
 
     asyncio.run(check())
@@ -75,7 +76,7 @@ def test_a_slow_second_request_on_a_kept_connection_is_cut_too() -> None:
         async with serving() as connect:
             reader, writer = await connect()
             writer.write(GET)
-            await asyncio.wait_for(reader.readuntil(b"hello"), 5)
+            await asyncio.wait_for(reader.readuntil(b"hello"), PATIENCE_S)
             writer.write(b"GET / HT")
             status, _ = await until_closed(reader)
             assert status == 408
@@ -90,13 +91,13 @@ def test_one_client_too_many_is_answered_503_and_the_others_go_on() -> None:
             clients = [await connect() for _ in range(2)]
             for reader, writer in clients:
                 writer.write(GET)
-                await asyncio.wait_for(reader.readuntil(b"hello"), 5)
+                await asyncio.wait_for(reader.readuntil(b"hello"), PATIENCE_S)
             reader, writer = await connect()
             status, error = await until_closed(reader)
             assert (status, error["code"]) == (503, "too_many_connections")
             writer.close()
             clients[0][1].write(GET)
-            await asyncio.wait_for(clients[0][0].readuntil(b"hello"), 5)
+            await asyncio.wait_for(clients[0][0].readuntil(b"hello"), PATIENCE_S)
             for _, writer in clients:
                 writer.close()
 

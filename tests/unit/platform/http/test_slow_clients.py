@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import time
 from collections.abc import Callable
 
 import pytest
@@ -19,6 +18,7 @@ from loomserve.platform.http.client_gone import ClientGoneError, while_connected
 from loomserve.platform.http.ingress import ingress_middleware
 from loomserve.platform.http.protocol import Bounds
 from tests.unit.platform.http.raw import serving
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -73,13 +73,13 @@ def stops_reading(port: int) -> socket.socket:
 
 async def read_one_event(sock: socket.socket) -> None:
     come = b""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while b"data: x" not in come:
             come += await asyncio.get_running_loop().sock_recv(sock, 4096)
 
 
 async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -108,7 +108,7 @@ async def test_streams_that_nobody_reads_are_gone_by_the_limit_and_others_are_se
             short = (
                 head.format("/v1/short", key) + "Content-Length: 0\r\nConnection: close\r\n\r\n"
             ).encode()
-            until_s = loop.time() + 30
+            until_s = loop.time() + PATIENCE_S
             while served.connections and loop.time() < until_s:
                 assert b"hello" in await served.ask(short)
                 await asyncio.sleep(0.05)
@@ -163,29 +163,27 @@ async def test_an_answer_that_is_whole_but_not_taken_does_not_hold_its_connectio
     async with serving(some, bounds, send_buffer=4096) as served:
         sock = stops_reading(served.port)
         await loop.sock_sendall(sock, GET)
-        await asyncio.sleep(0.1)
-        assert len(served.connections) == 1
+        await until(lambda: len(served.connections) == 1)
         await until(lambda: not served.connections)
         sock.close()
 
 
 async def test_silent_clients_of_one_address_leave_room_for_others() -> None:
     limit = AddressLimit(16, spare_loopback=False)
-    bounds = Bounds(head_timeout_s=5, max_connections=64, by_address=limit)
+    # They stay silent until the end.
+    bounds = Bounds(head_timeout_s=3 * PATIENCE_S, max_connections=64, by_address=limit)
     async with serving(hello, bounds) as served:
         silent = [await served.connect() for _ in range(16)]
         for _ in range(100):
             reader, writer = await served.connect()
-            answer = await asyncio.wait_for(reader.read(), 5)
+            answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
             assert answer.startswith(b"HTTP/1.1 503 ")
             error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
             assert error["code"] == "too_many_connections"
             writer.close()
-        began_s = time.monotonic()
         reader, writer = await served.connect("127.0.0.2")
         writer.write(GET)
-        assert await asyncio.wait_for(reader.readuntil(b"hello"), 5)
-        assert time.monotonic() - began_s < 4
+        assert await asyncio.wait_for(reader.readuntil(b"hello"), PATIENCE_S)
         writer.close()
         # Whoever leaves makes room.
         silent.pop()[1].close()
@@ -200,7 +198,7 @@ async def test_an_answer_before_the_bodys_end_is_the_connections_last(app: ASGIA
     async with serving(app, Bounds(head_timeout_s=0.2)) as served:
         reader, writer = await served.connect()
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n\r\n{")
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
         assert b"connection: close" in answer
         # What still comes is dropped, and does not make the kernel take the answer away.
         for _ in range(30):
@@ -215,9 +213,9 @@ async def test_the_answer_can_be_read_by_a_client_that_sends_its_whole_body_firs
         reader, writer = await served.connect()
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n\r\n")
         writer.write(b"x" * 3_000_000)
-        await asyncio.wait_for(writer.drain(), 5)
+        await asyncio.wait_for(writer.drain(), PATIENCE_S)
         await asyncio.sleep(0.1)
-        assert (await asyncio.wait_for(reader.read(), 5)).endswith(b"who? ")
+        assert (await asyncio.wait_for(reader.read(), PATIENCE_S)).endswith(b"who? ")
         writer.close()
 
 
@@ -226,7 +224,7 @@ async def test_a_connection_whose_body_was_read_to_its_end_is_kept() -> None:
         reader, writer = await served.connect()
         for _ in range(3):
             writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc")
-            head = await asyncio.wait_for(reader.readuntil(b"who? "), 5)
+            head = await asyncio.wait_for(reader.readuntil(b"who? "), PATIENCE_S)
             assert b"connection: close" not in head
         writer.close()
 
@@ -235,7 +233,7 @@ async def test_a_connection_that_lingers_is_closed_in_the_end() -> None:
     async with serving(refuse) as served:
         reader, writer = await served.connect()
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n\r\n")
-        await asyncio.wait_for(reader.read(), 5)
+        await asyncio.wait_for(reader.read(), PATIENCE_S)
         await until(lambda: not served.connections)
         writer.close()
 
@@ -264,7 +262,7 @@ async def test_a_request_learns_that_its_client_is_gone_though_others_wait_behin
         writer.write(GET * 3)
         await asyncio.sleep(0.05)
         writer.transport.abort()
-        await asyncio.wait_for(gone.wait(), 5)
+        await asyncio.wait_for(gone.wait(), PATIENCE_S)
 
 
 @pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])

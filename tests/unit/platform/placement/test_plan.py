@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from loomserve.platform.config import load
 from loomserve.platform.devices import machine
 from loomserve.platform.devices.machine import MachineParts
 from loomserve.platform.devices.memory import ENGINE_BYTES, platform_bytes
-from loomserve.platform.models import catalog
+from loomserve.platform.devices.shortage import memory_bounds
+from loomserve.platform.models import catalog, simulated
 from loomserve.platform.placement import own_placement
 from loomserve.platform.placement.plan import plan_of_file, plan_of_platform
 from loomserve.platform.state import (
@@ -67,6 +69,25 @@ def test_what_a_file_says_itself_is_no_decision(tmp_path: Path) -> None:
     assert (model.devices, model.size, model.why) == (("d",), None, "the configuration says")
 
 
+def test_a_plan_says_what_reads_a_models_tool_calls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulated.fetch()
+    path = tmp_path / "given.yaml"
+    path.write_text(
+        "devices: [{name: d, cores: [0]}]\nmodels: [{name: a, source: simulated, devices: [d], "
+        "engine: {reasoning_parser: null}}]"
+    )
+    (model,) = plan_of_file(path, print).models
+    assert model.parsers is not None
+    assert (model.parsers.tool_call.name, model.parsers.reasoning.name) == ("hermes", None)
+    command.plan(path, as_json=False)
+    assert "reasoning: none (the configuration says)" in capsys.readouterr().out
+    command.plan(path, as_json=True)
+    (told,) = json.loads(capsys.readouterr().out)["models"]
+    assert told["parsers"]["tool_call"]["name"] == "hermes"
+
+
 def test_nodes_of_a_cluster_are_not_known_without_it(file: Path) -> None:
     file.write_text("cluster: {}\nmodels: {a: demo}")
     with pytest.raises(ConfigError, match="once loomserve serve has joined it"):
@@ -98,7 +119,8 @@ def test_a_platform_s_plan_is_what_it_has_decided() -> None:
 
 def test_a_container_s_bound_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = machine.available_memory()
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    here = partial(memory_bounds, tmp_path, tmp_path / "own")
+    monkeypatch.setattr(machine, "memory_bounds", here)
     assert machine.available_memory() == pytest.approx(free, rel=0.5)
     (tmp_path / "memory.max").write_text("1000000")
     (tmp_path / "memory.current").write_text("800000")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from loomserve.platform.nodes.reaping import has_ended
+from loomserve.platform.run import leftovers
 from loomserve.platform.run.folder import RUN_VARIABLE, RunFolder
-from loomserve.platform.run.guard import start_guard
+from loomserve.platform.run.guard import end_guard, start_guard
 from loomserve.platform.run.leftovers import end_run, processes_of, remove_leftovers
-from loomserve.platform.run.shared_memory import SHARED_MEMORY, RunMemory
+from loomserve.platform.run.shared_memory import SHARED_MEMORY, RunMemory, mapped
+from tests.unit.descriptors import no_descriptor_left
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("temporary_folder")
 
@@ -72,6 +77,17 @@ def test_memory_whose_makers_ended_before_is_removed_too() -> None:
         assert not path.exists()
 
 
+def test_memory_of_a_run_that_another_start_has_removed_meanwhile_is_no_error() -> None:
+    run = RunFolder.create()
+    with maker(run) as (process, _):
+        RunMemory(run.memory).note([process])
+        memory = RunMemory(run.memory)
+        run.release()
+        remove_leftovers()
+    shutil.rmtree(run.path, ignore_errors=True)
+    memory.remove()
+
+
 def test_queues_of_an_engine_that_ended_are_removed_while_the_run_goes_on() -> None:
     run = RunFolder.create()
     memory = RunMemory(run.memory)
@@ -99,6 +115,19 @@ def test_what_somebody_maps_stays() -> None:
         memory.unlink()
 
 
+def test_what_cannot_be_looked_at_is_not_taken_for_what_nobody_maps() -> None:
+    me = psutil.Process()
+    with no_descriptor_left():
+        assert not has_ended(me)
+        with pytest.raises(OSError, match="Too many open files"):
+            list(mapped(me.pid, SHARED_MEMORY))
+    with subprocess.Popen(["true"]) as child:
+        process = psutil.Process(child.pid)
+        child.wait()
+    assert has_ended(process)
+    assert list(mapped(child.pid, SHARED_MEMORY)) == []
+
+
 def test_only_the_platforms_own_files_are_removed(tmp_path: Path) -> None:
     own = ("psm_12ab34cd", "loomserve-ring-7-ab", "loomserve-0/8000/arena")
     others = ("weights/model.safetensors", "psm_1/x", "sem.mp-1")
@@ -122,7 +151,7 @@ def test_a_guard_ends_the_run_of_a_command_that_was_killed() -> None:
         with maker(run) as (process, path):
             assert guard.stdin is not None
             guard.stdin.close()
-            assert guard.wait(30) == 0
+            assert guard.wait(PATIENCE_S) == 0
             assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
             assert not path.exists()
         assert kept.exists()
@@ -131,6 +160,30 @@ def test_a_guard_ends_the_run_of_a_command_that_was_killed() -> None:
         assert not kept.exists()
     finally:
         kept.unlink(missing_ok=True)
+
+
+def test_a_command_that_ends_while_it_ends_its_run_leaves_the_rest_to_the_guard() -> None:
+    """As Ray ends its client when the raylet is killed."""
+    run = RunFolder.create()
+    guard = start_guard(run, ())
+    with maker(run) as (process, path):
+        end_run(run)
+        assert not path.exists()
+        assert process not in processes_of(run)
+        assert guard.poll() is None
+    end_guard(guard)
+    assert not psutil.pid_exists(guard.pid)
+    run.remove()
+
+
+def test_what_begins_while_a_run_is_ended_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder.create()
+    seen = [leftovers._processes_of, lambda _: iter(())]
+    monkeypatch.setattr(leftovers, "_processes_of", lambda path: seen.pop()(path))
+    with maker(run) as (process, _):
+        end_run(run)
+        assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    run.remove()
 
 
 def test_the_logs_of_the_last_run_stay_until_another_has_ended() -> None:

@@ -17,6 +17,7 @@ from loomserve.platform.run.folder import RUN_VARIABLE
 from loomserve.platform.run.node_gate import NodeGate
 from loomserve.platform.run.node_identity import client_context, server_context
 from loomserve.platform.run.sockets import PlatformConnector, listen_locally, node_of
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -98,7 +99,7 @@ async def test_who_shows_no_certificate_or_speaks_no_tls_is_hung_up_on(
             reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
             writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx")
             with pytest.raises((OSError, asyncio.IncompleteReadError)):
-                await asyncio.wait_for(reader.readexactly(1), 10)
+                await asyncio.wait_for(reader.readexactly(1), PATIENCE_S)
             writer.close()
     assert asked == []
 

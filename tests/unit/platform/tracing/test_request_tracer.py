@@ -19,6 +19,7 @@ from tests.unit.platform.tracing.spans import (
     id_of,
     parent_of,
 )
+from tests.waiting import PATIENCE_S
 
 
 def headers(*parents: str) -> list[tuple[bytes, bytes]]:
@@ -116,4 +117,4 @@ def test_whoever_does_not_trace_does_not_import_the_sdk() -> None:
         "import sys, loomserve.platform.http.ingress, loomserve.deployments.gateway.gateway; "
         "sys.exit('loomserve.platform.tracing.export' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0

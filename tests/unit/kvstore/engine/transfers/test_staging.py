@@ -30,6 +30,7 @@ from tests.unit.kvstore.engine.transfers.test_transfer import (
     save_of,
     saved,
 )
+from tests.waiting import PATIENCE_S
 
 PART = 3
 """Blocks of a step for which there is room."""
@@ -42,7 +43,7 @@ class Gpu:
         self.caches = random_caches(1)
         self.memory = BatchedMemory(dict(zip("abc", self.caches, strict=True)), ByCpu())
         arena = Arena.attach(store.folder / "arena")
-        client = StoreClient(store.address, timeout_ms=2000)
+        client = StoreClient(store.address, timeout_ms=round(1000 * PATIENCE_S))
         stages = Staging(self.memory, HostStream())
         self.saver = Saver(self.memory, arena, HostStream(), client, "model", stages)
 

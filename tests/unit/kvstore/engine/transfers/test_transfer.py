@@ -40,6 +40,7 @@ from loomserve.kvstore.server.server import StoreServer
 from loomserve.kvstore.server.store import BlockStore
 from loomserve.kvstore.storage.arena import Arena, ArenaOwner
 from loomserve.kvstore.storage.checksum import BlockLayout
+from tests.waiting import PATIENCE_S
 
 SPACE = b"n" * 16
 LAYERS, BLOCKS = 3, 16
@@ -163,7 +164,7 @@ def saved(saver: Saver, store: Store) -> None:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -179,7 +180,7 @@ def store_in(folder: Path, extents: int = 8) -> Store:
     address = f"ipc://{folder / 'store.sock'}"
     server = StoreServer(blocks, address)
     server.start()
-    return Store(folder, server, StoreClient(address, timeout_ms=5000))
+    return Store(folder, server, StoreClient(address, timeout_ms=round(1000 * PATIENCE_S)))
 
 
 @pytest.fixture
@@ -388,7 +389,7 @@ def test_an_engine_closes_in_the_middle_of_a_step(store: Store) -> None:
     engine.saver.layer_done(0)
     closing = threading.Thread(target=engine.close, daemon=True)
     closing.start()
-    closing.join(5)
+    closing.join(PATIENCE_S)
     assert not closing.is_alive()
     assert store.usage().writers == 0
     assert store.usage().used_bytes == 0
@@ -464,7 +465,7 @@ def test_without_a_store_engines_neither_hang_nor_raise(store: Store) -> None:
         # Leased before the store went, and still whole.
         assert other.load([load]) == set()
     assert torch.equal(other.caches[:, [8, 9]], one.caches[:, [0, 1]])
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < PATIENCE_S
     one.close()
     other.close()
 
@@ -531,7 +532,7 @@ def test_layers_of_few_bytes_are_saved_together(
     engine.saver.start([save_of("a", [0])])
     for layer, expected in enumerate(copied_after):
         engine.saver.layer_done(layer)
-        until = time.monotonic() + 5
+        until = time.monotonic() + PATIENCE_S
         while len(copied) < expected and time.monotonic() < until:
             time.sleep(0.001)
         time.sleep(0.02)

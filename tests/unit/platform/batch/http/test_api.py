@@ -286,6 +286,25 @@ def test_a_line_counts_the_sequences_it_asks_for(body: dict[str, Any], sequences
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "most"),
+    [
+        (ENDPOINT, {"prompt": "a", "max_tokens": 5}, 5),
+        (ENDPOINT, {"prompt": "a"}, None),
+        ("/v1/chat/completions", {"max_tokens": 5, "max_completion_tokens": 4}, 4),
+        ("/v1/chat/completions", {}, None),
+        ("/v1/embeddings", {"input": ["a", "b"]}, 0),
+    ],
+)
+def test_a_line_is_as_long_as_its_engine_makes_it(
+    path: str, body: dict[str, Any], most: int | None
+) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": path, "body": {"model": "m", **body}}
+    text = json.dumps(line).encode()
+    (read,) = check(io.BytesIO(text), path, max_lines=9, max_body=1000).lines
+    assert (read.max_tokens, read.sequences) == (most, 1)
+
+
+@pytest.mark.parametrize(
     ("status", "code", "expected"),
     [
         (200, None, LineOutcome.ANSWERED),

@@ -25,6 +25,7 @@ from loomserve.platform.batch.offline.worker import (
     WorkerGoneError,
 )
 from loomserve.platform.config import ApiKey, Batching, Server
+from tests.waiting import PATIENCE_S
 
 TOKEN_BYTES = 10
 KV_BYTES = 5000  # 500 tokens, of which plans take 400
@@ -107,7 +108,7 @@ class World:
         return await asyncio.gather(*map(self.queue.execute, calls))
 
     async def until(self, true: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while not true():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 

@@ -49,6 +49,10 @@ class FakeCore:
                 os._exit(args[0])
             case "sleep":
                 time.sleep(args[0])
+            case "compute":
+                until = time.process_time() + args[0]
+                while time.process_time() < until:
+                    pass
         return []
 
     def facts(self) -> EngineFacts:

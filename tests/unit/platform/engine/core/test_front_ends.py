@@ -50,6 +50,19 @@ def test_silence_is_told_after_its_time_and_not_while_nobody_listened() -> None:
     assert known.silent(15) == [b"a"]
 
 
+def test_who_is_quiet_is_probed_once_a_period() -> None:
+    known = FrontEnds(silence_s=60)
+    known.hello(b"a", b"", 0)
+    known.hello(b"b", b"", 3)
+    assert known.probe(5, 5) == []
+    assert known.probe(6, 5) == [b"a"]
+    assert known.probe(9, 5) == [b"b"]
+    assert known.probe(11, 5) == []
+    known.hello(b"a", b"", 11)
+    assert known.probe(15, 5) == [b"b"]
+    assert known.probe(17, 5) == [b"a"]
+
+
 def test_what_concerns_no_front_end_goes_to_the_one_that_is_there_longest() -> None:
     known = FrontEnds(silence_s=5)
     assert known.identity_of(NOBODY) is None

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from loomserve.platform.engine.core.move_orders import MoveOrders
 from loomserve.platform.fleet.messages import MovedRequests, MoveOrder
+from tests.waiting import PATIENCE_S
 
 FIRST = MoveOrder(id="p/0", to="b", requests=4)
 
@@ -34,7 +35,7 @@ def played(play: Callable[[Engine, MoveOrders], Awaitable[None]]) -> None:
     async def run() -> None:
         engine = Engine()
         orders = MoveOrders(engine, engine.tell)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await play(engine, orders)
             await orders.close()
 

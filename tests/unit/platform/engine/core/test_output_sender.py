@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import zmq
 
+from loomserve.platform.engine.core import output_sender
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
 from loomserve.platform.engine.core.front_ends import NOBODY, FrontEnds
 from loomserve.platform.engine.core.output_sender import OutputSender
 from loomserve.platform.engine.core.waking_queue import WakingQueue
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.state.told_load import LOAD_PERIOD_S, LoadBook, ToldLoad, load_of
+from tests.waiting import PATIENCE_S
 
-# Where silence is not what a test is about, a busy machine must not make a front end silent.
-LONG_S = 60.0
-SILENCE_S = 1.0
+# A busy machine must not make a front end silent.
+SILENCE_S = 60.0
 QUEUED = 64
 
 
@@ -33,9 +34,16 @@ class Engine:
         self.loads = LoadBook()
         self.left: list[int] = []
         self.unwanted_outputs: list[Any] = []
-        sender = OutputSender(self.queue, self.front_ends, self)
+        self.ahead_s = 0.0
+        """How far the sender's clock is."""
+        self.stood_at: float | None = None
+        """Since when no other time passes for it."""
+        sender = OutputSender(self.queue, self.front_ends, self, self._now)
         self.thread = threading.Thread(target=sender.run, args=(address, QUEUED), daemon=True)
         self.thread.start()
+
+    def _now(self) -> float:
+        return (self.stood_at or time.monotonic()) + self.ahead_s
 
     def ready_response(self) -> bytes:
         return b"facts"
@@ -74,7 +82,7 @@ class Client:
         return self.receive()
 
     def receive(self) -> list[bytes]:
-        assert self.socket.poll(10_000), "nothing came"
+        assert self.socket.poll(1000 * PATIENCE_S), "nothing came"
         first, *rest = self.socket.recv_multipart()
         load = load_of(first)
         if load is None or not rest:
@@ -96,15 +104,15 @@ def context() -> Iterator[zmq.Context[Any]]:
 
 
 @pytest.fixture
-def engine(address: str, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = Engine(address, getattr(request, "param", LONG_S))
+def engine(address: str) -> Iterator[Engine]:
+    engine = Engine(address, SILENCE_S)
     yield engine
     engine.queue.put(DEAD)
-    engine.thread.join(5)
+    engine.thread.join(PATIENCE_S)
     assert not engine.thread.is_alive()
 
 
-def until(condition: Any, within_s: float = 10.0) -> None:
+def until(condition: Any, within_s: float = PATIENCE_S) -> None:
     end = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end
@@ -165,22 +173,34 @@ def test_outputs_bring_the_load_and_who_has_none_is_told_now_and_then(
 
 
 def test_an_output_does_not_wait_for_the_next_look_at_silence(
-    engine: Engine, context: zmq.Context[Any], address: str
+    engine: Engine, context: zmq.Context[Any], address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(output_sender, "_PERIOD_MS", 3000 * PATIENCE_S)
     client = Client(context, address, b"one")
     client.hello()
-    took = []
-    for _ in range(20):
-        time.sleep(0.01)
-        began = time.monotonic()
-        engine.queue.put((engine.index(b"one"), b"token"))
-        client.receive()
-        took.append(time.monotonic() - began)
-    # Were it to wait for a period, that would be a quarter of a second.
-    assert sorted(took)[10] < 0.05
+    for number in range(20):
+        engine.queue.put((engine.index(b"one"), b"%d" % number))
+        assert client.receive() == [b"%d" % number]
 
 
-@pytest.mark.parametrize("engine", [SILENCE_S], indirect=True)
+def test_who_is_gone_is_noticed_without_outputs_and_who_is_only_silent_is_not_let_go(
+    engine: Engine,
+    context: zmq.Context[Any],
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(output_sender, "_PROBE_AFTER_S", 0.5)
+    gone, slow = Client(context, address, b"gone"), Client(context, address, b"slow")
+    gone.hello()
+    slow.hello()
+    index = engine.index(b"gone")
+    gone.socket.close()
+    until(lambda: engine.left == [index])
+    assert slow.receive() == [BEAT, b"beat"]
+    assert slow.hello() == [BEAT, b"beat"]
+    assert engine.left == [index]
+
+
 def test_who_is_silent_is_let_go_and_begins_anew(
     engine: Engine, context: zmq.Context[Any], address: str
 ) -> None:
@@ -188,14 +208,21 @@ def test_who_is_silent_is_let_go_and_begins_anew(
     silent.hello()
     heard.hello()
     index = engine.index(b"silent")
-    end = time.monotonic() + SILENCE_S + 0.6
-    while time.monotonic() < end:
+    engine.stood_at = time.monotonic()
+    deadline = time.monotonic() + PATIENCE_S
+    while not engine.left:
+        assert time.monotonic() < deadline
+        # Less than what the sender takes for its own absence.
+        engine.ahead_s += 0.25
         assert heard.hello() == [BEAT, b"beat"]
-        time.sleep(0.1)
     assert engine.left == [index]
+    assert engine.ahead_s > 0.9 * SILENCE_S
     engine.queue.put((index, b"late"))
     until(lambda: engine.unwanted_outputs == [b"late"])
-    assert silent.hello() == [READY, b"facts"]
+    said = silent.hello()
+    while said == [BEAT, b"beat"]:  # as a probe, before it was let go
+        said = silent.receive()
+    assert said == [READY, b"facts"]
     assert engine.index(b"silent") != index
 
 

@@ -22,6 +22,7 @@ from loomserve.platform.front_end.routing import RoutingRequest
 from loomserve.platform.state.roles import Role
 from loomserve.platform.state.told_load import ToldLoad
 from tests.unit.platform.front_end.engine.peer import PeerEngine
+from tests.waiting import PATIENCE_S
 
 BOUNDS = ContinuationBounds(silence_s=2.0, hang_s=2.5, reroute_timeout_s=1.0, begun_timeout_s=1.5)
 
@@ -136,7 +137,7 @@ Play = Callable[[Scene], Awaitable[None]]
 
 def played(play: Play, bounds: ContinuationBounds = BOUNDS) -> None:
     async def run() -> None:
-        async with scene(bounds) as made, asyncio.timeout(30):
+        async with scene(bounds) as made, asyncio.timeout(PATIENCE_S):
             await play(made)
 
     asyncio.run(run())

@@ -104,6 +104,8 @@ def test_a_loss_is_counted_once_an_attempt() -> None:
     one.replica_id = "a"
     assert one.note_loss(Loss.HUNG)
     assert not one.note_loss(Loss.HUNG)
+    assert one.deaths == [Death(at=0, given=0, ended=False)]
+    assert one.note_loss(Loss.GONE), "the engine that stood still has ended"
     assert not one.note_loss(Loss.GONE)
     assert not opened().note_loss(Loss.SILENT)
     assert one.deaths == [Death(at=0, given=0)]
@@ -138,7 +140,7 @@ def test_an_answers_tokens_and_its_engines_time_are_its_http_requests() -> None:
     last = EngineCoreOutput("r", [1], finish_reason=FinishReason.STOP, kv_transfer_params=told(2))
     one.take(last, 1.0)
     assert last.kv_transfer_params is None, "clients would be told"
-    assert one.context.outputs == 3
+    assert one.context.usage.outputs == 3
     one.end(cut_off=False)
     usage = one.context.usage
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (100, 40, 4)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loomserve.platform.front_end.policy.continuation import (
-    DEATHS,
+    BLAMED,
     AnswerLimits,
     ContinuationBounds,
     Death,
@@ -25,7 +25,7 @@ from loomserve.platform.front_end.policy.continuation import (
 )
 
 BOUNDS = ContinuationBounds()
-ENDS = {Fate.END_SUSPECT, Fate.END_TOO_OFTEN, Fate.END_NO_REPLICA}
+ENDS = {Fate.END_SUSPECT, Fate.END_STALLED, Fate.END_TOO_OFTEN, Fate.END_NO_REPLICA}
 
 losses = st.sampled_from(Loss) | st.none()
 requests = st.builds(
@@ -59,9 +59,9 @@ def test_a_replica_is_lost_by_silence_a_loop_that_hangs_or_on_purpose(
 
 def test_a_request_is_no_suspect_once_it_has_gone_past_the_end_of_that_engine() -> None:
     request = RequestView(tokens=10, deaths=(Death(10),))
-    assert suspicions(request, BOUNDS) == 1
-    assert suspicions(replace(request, tokens=17), BOUNDS) == 1
-    assert suspicions(replace(request, tokens=18), BOUNDS) == 0
+    assert len(suspicions(request, BOUNDS)) == 1
+    assert len(suspicions(replace(request, tokens=17), BOUNDS)) == 1
+    assert not suspicions(replace(request, tokens=18), BOUNDS)
 
 
 def test_a_request_with_which_two_engines_ended_at_once_is_ended() -> None:
@@ -69,6 +69,27 @@ def test_a_request_with_which_two_engines_ended_at_once_is_ended() -> None:
     assert fate(once, Loss.GONE, others=True, now=0, bounds=BOUNDS) is Fate.GO_ON
     twice = RequestView(tokens=7, deaths=(Death(5), Death(7)))
     assert fate(twice, Loss.GONE, others=True, now=0, bounds=BOUNDS) is Fate.END_SUSPECT
+
+
+def test_a_request_is_called_deadly_only_if_engines_have_ended() -> None:
+    still, ended = Death(5, ended=False), Death(5)
+    for deaths, expected in (
+        ((still,), Fate.GO_ON),
+        ((still, still), Fate.END_STALLED),
+        ((still, ended), Fate.END_STALLED),
+        ((ended, ended), Fate.END_SUSPECT),
+    ):
+        request = RequestView(tokens=5, deaths=deaths)
+        assert fate(request, Loss.HUNG, others=True, now=0, bounds=BOUNDS) is expected
+    line = RequestView(tokens=5, deaths=(still,), carried_on=False)
+    assert fate(line, Loss.HUNG, others=True, now=0, bounds=BOUNDS) is Fate.GO_ON
+
+
+def test_a_connection_that_is_cut_again_and_again_is_not_gone_on_with() -> None:
+    request = RequestView(tokens=5, moves=3)
+    assert fate(request, Loss.CUT, others=True, now=0, bounds=BOUNDS) is Fate.GO_ON
+    again = replace(request, moves=4)
+    assert fate(again, Loss.CUT, others=True, now=0, bounds=BOUNDS) is Fate.END_TOO_OFTEN
 
 
 def test_a_request_is_carried_over_three_ends_of_engines_and_not_over_four() -> None:
@@ -118,11 +139,11 @@ def test_a_request_goes_on_only_if_there_is_where(
     assert alone is not Fate.GO_ON
     not_alone = fate(request, lost, others=True, now=now, bounds=BOUNDS)
     assert not_alone in ENDS | {Fate.GO_ON, Fate.WAIT}
-    if alone in (Fate.END_SUSPECT, Fate.END_TOO_OFTEN):
+    if alone in (Fate.END_SUSPECT, Fate.END_STALLED, Fate.END_TOO_OFTEN):
         assert not_alone is alone, "another replica makes it no less suspect"
 
 
-@given(st.lists(st.integers(0, 20), max_size=20), st.sampled_from([*DEATHS]))
+@given(st.lists(st.integers(0, 20), max_size=20), st.sampled_from([*BLAMED]))
 def test_a_request_can_end_four_engines_at_most_and_one_that_stands_still_two(
     gained: list[int], lost: Loss
 ) -> None:
@@ -140,9 +161,9 @@ def test_a_request_can_end_four_engines_at_most_and_one_that_stands_still_two(
 
 def test_a_request_that_an_engine_had_answered_for_a_while_is_not_suspected_of_its_end() -> None:
     bystander = RequestView(tokens=40, deaths=(Death(40, given=30),))
-    assert suspicions(bystander, BOUNDS) == 0
+    assert not suspicions(bystander, BOUNDS)
     with_the_cause_again = replace(bystander, deaths=(*bystander.deaths, Death(40, given=0)))
-    assert suspicions(with_the_cause_again, BOUNDS) == 1
+    assert len(suspicions(with_the_cause_again, BOUNDS)) == 1
     decided = fate(with_the_cause_again, Loss.GONE, others=True, now=0, bounds=BOUNDS)
     assert decided is Fate.GO_ON
 
@@ -202,3 +223,17 @@ def test_an_answer_that_has_ended_by_its_tokens_is_one_that_vllm_ends(tokens: li
         assert ours is None
     else:
         assert ours == Ending(names[request.status], request.stop_reason)  # type: ignore[arg-type]
+
+
+@given(request=requests, lost=losses, others=st.booleans())
+def test_an_answer_that_cannot_be_resumed_goes_nowhere_else(
+    request: RequestView, lost: Loss | None, others: bool
+) -> None:
+    bounds = replace(BOUNDS, resumes=False)
+    found = fate(request, lost, others=others, now=100, bounds=bounds)
+    if not request.tokens:
+        assert found is fate(request, lost, others=others, now=100, bounds=BOUNDS)
+    elif request.placed:
+        assert found is not Fate.GO_ON
+    else:
+        assert found in {*ENDS, Fate.END_RETURNED}

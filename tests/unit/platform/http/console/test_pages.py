@@ -28,6 +28,8 @@ from tests.unit.platform.http.console.made_up import (
 )
 from tests.unit.served import served
 
+pytestmark = pytest.mark.xdist_group("browser")
+
 PAGES = {
     "fleet": ("Fleet", "chat is degraded. 2 of 3 replicas are live"),
     "models": ("Models", "org/translate"),

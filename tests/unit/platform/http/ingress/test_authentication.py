@@ -8,7 +8,7 @@ import pytest
 
 from loomserve.platform.access.keys import hash_key
 from loomserve.platform.access.live_keys import LiveKeys
-from loomserve.platform.base.errors import Forbidden, NotFound, RequestError, Unauthorized
+from loomserve.platform.base.errors import Forbidden, NothingThere, RequestError, Unauthorized
 from loomserve.platform.config import Server
 from loomserve.platform.http.ingress.authentication import Authentication
 
@@ -61,7 +61,7 @@ def test_without_a_configured_token_nobody_is_an_operator(
 ) -> None:
     for path in ADMIN_PATHS:
         assert entered(server, path, credential) is Unauthorized
-    assert entered(server, "/new", credential) is NotFound
+    assert entered(server, "/new", credential) is NothingThere
 
 
 @pytest.mark.parametrize("path", DOCS)
@@ -150,7 +150,7 @@ def test_a_clients_port_has_nothing_for_operators_and_does_not_say_so() -> None:
     for path in (*ADMIN_PATHS, *DOCS, "/metrics", "/console/", "/new"):
         for token in ("admin", "metrics", "lsk-alice", "wrong"):
             headers = {b"authorization": f"Bearer {token}".encode()}
-            with pytest.raises(NotFound) as refused:
+            with pytest.raises(NothingThere) as refused:
                 authentication.check(path, headers, for_clients=True)
             assert "admin" not in str(refused.value).replace(path, "")
     headers = {b"authorization": b"Bearer lsk-bob"}
@@ -177,4 +177,4 @@ def test_the_console_s_files_are_open_by_the_server_s_own_names(
 @pytest.mark.parametrize("path", [*CONSOLE, "/consoles", "/console.js"])
 def test_without_a_console_its_paths_are_those_of_nothing(path: str) -> None:
     off = {} if path not in CONSOLE else {"console": False}
-    assert entered(ADMIN | off, path) is NotFound
+    assert entered(ADMIN | off, path) is NothingThere

@@ -82,7 +82,7 @@ async def opened(ports: int = 2, **server: Any) -> AsyncIterator[Opened]:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             yield Opened(listeners, checked.ports, session, rejected, audited)
     finally:
-        await listeners.stop(1)
+        await listeners.stop()
         for sock in held:
             sock.close()
 
@@ -176,11 +176,23 @@ def test_a_port_that_is_taken_opens_neither() -> None:
     asyncio.run(check())
 
 
+def test_one_that_drains_is_to_be_let_be() -> None:
+    async def check() -> None:
+        async with opened() as at:
+            assert not at.listeners.drains
+            await at.listeners.drain()
+            assert at.listeners.drains
+            with pytest.raises(aiohttp.ClientConnectorError):
+                await at.session.get(f"http://127.0.0.1:{at.ports[0]}/")
+
+    asyncio.run(check())
+
+
 def test_both_close() -> None:
     async def check() -> None:
         async with opened() as at:
             assert at.listeners.alive
-            await at.listeners.stop(1)
+            await at.listeners.stop()
             assert not at.listeners.alive
             for port in at.ports:
                 with pytest.raises(aiohttp.ClientConnectorError):

@@ -13,6 +13,8 @@ pytest.importorskip("triton", reason="Triton, which compiles the kernels, is not
 from loomserve.platform.lending.cuda.ahead import KERNELS, compiled
 from loomserve.platform.lending.cuda.buffer import TaskShape
 
+pytestmark = pytest.mark.heavy
+
 LLAMA_3_8B = TaskShape(
     layers=32,
     query_heads=32,

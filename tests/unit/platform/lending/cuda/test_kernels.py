@@ -31,6 +31,8 @@ from tests.unit.platform.lending.cuda.loans import (
     step_of,
 )
 
+pytestmark = [pytest.mark.heavy, pytest.mark.xdist_group("interpreted kernels")]
+
 DRAINED = 1
 
 

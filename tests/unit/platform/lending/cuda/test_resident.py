@@ -23,6 +23,8 @@ from tests.unit.platform.lending.cuda.loans import (
     step_of,
 )
 
+pytestmark = [pytest.mark.heavy, pytest.mark.xdist_group("interpreted kernels")]
+
 DRAINED = 1
 LONG_S = 500.0
 PROGRAMS = 2

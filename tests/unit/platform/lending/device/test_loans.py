@@ -17,6 +17,8 @@ from loomserve.platform.lending.ring.ring import Closed
 from tests.unit.platform.lending.device import interpreted
 from tests.unit.platform.lending.device.interpreted import GEOMETRY, LENDER, LENT_BLOCKS, OWN_BLOCKS
 
+pytestmark = [pytest.mark.heavy, pytest.mark.xdist_group("interpreted kernels")]
+
 
 class Ends:
     """The two processes."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,26 +83,3 @@ def test_a_layout_in_which_tokens_lie_between_heads_is_refused() -> None:
     made.cache_config = SimpleNamespace(get_resolved_kv_cache_layout=lambda: layout)
     with pytest.raises(ValueError, match="VLLM_KV_CACHE_LAYOUT=LHBNC or LBHNC"):
         made.initialize_from_config(config(layout))
-
-
-OF_A_GPUS_ENGINE = (
-    "loomserve.platform.lending.engine.gpu_worker",
-    "loomserve.platform.lending.engine.scheduler",
-    "loomserve.platform.engine.executor",
-    "loomserve.platform.engine.core.served_core",
-    "loomserve.kvstore.engine.connector",
-)
-
-
-def test_an_engine_on_a_gpu_keeps_cudas_streams_and_events() -> None:
-    # What vLLM's CPU worker imports replaces them by ones that do nothing, for the whole process:
-    # nobody would wait for a copy any more.
-    looks = (
-        f"import {', '.join(OF_A_GPUS_ENGINE)}, sys\n"
-        "found = [each for each in sys.modules if each.startswith('vllm.v1.worker.cpu')]\n"
-        "sys.exit(' '.join(found) or 0)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", looks], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr

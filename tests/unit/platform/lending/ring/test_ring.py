@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -29,19 +29,19 @@ from vllm import _custom_ops as ops
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.lending.policy.layout import PLAIN, Rows
-from loomserve.platform.lending.ring import native, ring
+from loomserve.platform.lending.ring import borrower, native, ring
 from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import ITEM_BYTES, Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, ControlLine, Ring, RingTask
 from tests.unit.stopping import stop
+from tests.waiting import PATIENCE_S
 
 IMPLEMENTATIONS = ("native", "python")
 BLOCK = 32
 BLOCKS = 12
 ABREAST = Rows(3, BLOCKS // 3)
-PATIENCE_S = 30.0
 """Far longer than any answer takes, so that a busy machine fails no test."""
 
 
@@ -653,6 +653,31 @@ def test_a_closed_ring_takes_no_task_and_its_lender_serves_none(
     assert not pair.memory.bytes[:, : GQA.layers].any()
 
 
+def test_a_halt_of_the_borrower_counts_for_a_hundredth_of_a_second_at_most(tmp_path: Path) -> None:
+    with implemented("python"):
+        pair = Pair(tmp_path, GQA)
+    one = step(GQA, [0], [4])
+    pair.begin(one)
+    pair.post(one)
+    halts = 0
+
+    def halted() -> int:
+        """A clock whose reader loses its core for half a second each time."""
+        nonlocal halts
+        halts += 1
+        if halts == 8:
+            assert pair.server.poll() == 1
+        return halts * 500_000_000
+
+    with patch.object(borrower, "time", Mock(monotonic_ns=halted)):
+        assert pair.borrower.wait(pair.output(one), 0.1)
+        pair.begin(one)
+        pair.post(one)
+        assert not pair.borrower.wait(pair.output(one), 0.1)
+    assert pair.ring.closed is Closed.TIMED_OUT
+    assert 18 <= halts <= 30
+
+
 def test_a_server_that_gave_a_ring_up_does_not_touch_memory_for_it(
     tmp_path: Path, implementation: None
 ) -> None:
@@ -992,7 +1017,7 @@ def test_a_wait_for_a_lender_that_is_stopped_ends_in_time(shm: Path, how: str) -
         borrower.post(0, *one.of_layer(0, GQA))
         assert not borrower.wait(output, 0.2)
         assert made.closed is Closed.TIMED_OUT
-        assert 0.2 <= time.monotonic() - begin < 10
+        assert 0.2 <= time.monotonic() - begin < PATIENCE_S
         output.fill_(5)
         os.kill(lender.pid, signal.SIGCONT)
         assert not borrower.wait(output, PATIENCE_S)
@@ -1015,7 +1040,7 @@ def test_a_lender_notices_that_its_borrower_died(shm: Path, how: str, idle: bool
         assert server.dead() == []
         borrower.kill()
         borrower.join()
-        until = time.monotonic() + 10
+        until = time.monotonic() + PATIENCE_S
         while not server.dead() and time.monotonic() < until:
             time.sleep(0.01)
             if not idle:

@@ -23,6 +23,7 @@ from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.ring import Closed, Ring
 from tests.unit.platform.lending.ring.test_ring import IMPLEMENTATIONS, implemented, shm, started
+from tests.waiting import PATIENCE_S
 
 __all__ = ["shm"]
 
@@ -31,7 +32,6 @@ ASKED = os.environ.get("LOOMSERVE_RING_TASKS")
 KILLS = 4
 LAYERS, REQUESTS, BLOCK, HEAD = 2, 3, 32, 32
 TINY = Geometry(LAYERS, 1, 1, HEAD, BLOCK, "float32", 1.0, "vec")
-PATIENCE_S = 30.0
 
 
 class Workload:

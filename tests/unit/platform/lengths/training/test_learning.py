@@ -23,6 +23,7 @@ from loomserve.platform.lengths.training.samples import Sample
 from loomserve.platform.lengths.training.untrained import untrained
 from loomserve.platform.lengths.training.versions import PredictorVersions, TrainingSet
 from tests.unit.platform.lengths import lengths_folder
+from tests.waiting import PATIENCE_S
 
 LEARNT, HELD_OUT = "000000000001", "000000000004"
 
@@ -390,7 +391,7 @@ def test_its_thread_outlives_failures_and_ends_when_it_is_closed(
     monkeypatch.setattr(served.learner, "learn", learn)
     served.clock.now = PERIOD_S
     served.learner.start()
-    served.learner._thread.join(10)
+    served.learner._thread.join(PATIENCE_S)
     assert not served.learner._thread.is_alive()
     assert len(tried) == 3
 

@@ -16,11 +16,13 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
+from loomserve.platform.requests.engine import grammar_checks
 from loomserve.platform.requests.engine.grammar_checks import (
     GrammarCheckingLLM,
     GrammarChecks,
     compiled,
 )
+from tests.waiting import PATIENCE_S
 
 TASKS: Any = ("generate",)
 TAG = json.dumps({"type": "structural_tag", "format": {"type": "const_string", "value": "x"}})
@@ -44,7 +46,7 @@ class Processor:
         self.checked: list[Any] = []
 
     def _validate_params(self, params: Any, supported_tasks: Any) -> int:
-        assert self.may_go_on.wait(10), "the event loop stood still"
+        assert self.may_go_on.wait(PATIENCE_S), "the event loop stood still"
         if isinstance(params, SamplingParams):
             validate_xgrammar_grammar(params)
         self.checked.append(params)
@@ -96,6 +98,15 @@ def test_a_check_has_a_limit_of_time() -> None:
     processor.may_go_on.set()
 
 
+@pytest.fixture
+def stock_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own check of tags, whatever front ends this process has had."""
+    if protocol.validate_structural_tag_payload is grammar_checks._check_tag_is_json:
+        own = GrammarChecks._check_tag
+        monkeypatch.setattr(protocol, "validate_structural_tag_payload", own)
+
+
+@pytest.mark.usefixtures("stock_check")
 def test_a_structural_tag_is_compiled_in_the_thread_and_not_while_a_request_is_parsed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -118,6 +129,7 @@ def test_a_structural_tag_is_compiled_in_the_thread_and_not_while_a_request_is_p
         asyncio.run(checks.check(asking(structural_tag='{"type": "structural_tag"}'), TASKS))
 
 
+@pytest.mark.usefixtures("stock_check")
 def test_a_second_front_end_of_a_process_compiles_tags_as_the_first_does() -> None:
     processor: Any = SimpleNamespace(_validate_params=lambda params, supported_tasks: None)
     wrong = asking(structural_tag='{"type": "structural_tag"}')

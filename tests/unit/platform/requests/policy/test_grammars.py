@@ -72,15 +72,21 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+def asked(fields: dict[str, Any]) -> EngineRequest:
+    paths = {"text": "/v1/responses", "output_config": "/v1/messages"}
+    path = next((paths[name] for name in fields if name in paths), "/v1/chat/completions")
+    return EngineRequest.of_fields(path, {"model": "m", **fields})
+
+
 def refusal(fields: dict[str, Any]) -> BadRequest:
     with pytest.raises(BadRequest) as refused:
-        EngineRequest.of_fields("/v1/chat/completions", {"model": "m", **fields})
+        asked(fields)
     return refused.value
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_schema_of_usual_depth_passes(place: str) -> None:
-    EngineRequest.of_fields("/v1/chat/completions", PLACES[place][1](nested(50)))
+    asked(PLACES[place][1](nested(50)))
 
 
 @pytest.mark.parametrize("depth", [200, 900, 5000])
@@ -126,7 +132,7 @@ def test_arrays_of_too_many_items_are_refused(place: str, schema: dict[str, Any]
 def test_items_of_all_tools_count_together() -> None:
     schema = {"type": "array", "items": {"type": "string"}, "maxItems": 2**15}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    EngineRequest.of_fields("/v1/chat/completions", {"model": "m", "tools": [tool] * 2})
+    asked({"tools": [tool] * 2})
     assert refusal({"tools": [tool] * 3}).param == "tools"
 
 
@@ -173,6 +179,14 @@ def test_what_is_within_the_bounds_passes(fields: dict[str, Any]) -> None:
         {"enum": ["a", "x" * (MOST_LITERAL_CHARACTERS + 1)]},
         {"const": "x" * (MOST_LITERAL_CHARACTERS + 1)},
         {"structures": [{"type": "regex", "pattern": "x" * 9000}]},
+        {"minLength": 10**9},
+        {"maxLength": 10**6},
+        {"minProperties": 10**6},
+        {"maxProperties": 257.0},
+        {"pattern": "^[a-z]{1,10000}$"},
+        {"pattern": "([a-z]{1,40}b){1,40}"},
+        {"anyOf": [{"pattern": "a{600}"}, {"pattern": "(\\d|x){600}"}]},
+        {"patternProperties": {"^x{2000}": {}}},
     ],
 )
 def test_what_is_small_and_slow_to_compile_is_refused(schema: dict[str, Any]) -> None:
@@ -190,6 +204,10 @@ def test_what_is_small_and_slow_to_compile_is_refused(schema: dict[str, Any]) ->
         {"enum": [str(number) for number in range(5000)]},
         {"enum": 7, "const": ["x"], "pattern": None, "patternProperties": []},
         {"description": "x" * 60_000},
+        {"minLength": 1, "maxLength": 4000, "minProperties": 1, "maxProperties": 20},
+        {"pattern": r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}(\.\d{1,6})?$"},
+        {"pattern": "^([a-z0-9-]{1,63}\\.){1,8}[a-z]{2,63}$"},
+        {"pattern": "[{]{3}\\{9999}[0-9{10000}]"},
     ],
 )
 def test_usual_schemas_pass(schema: dict[str, Any]) -> None:

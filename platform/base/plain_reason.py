@@ -1,0 +1,35 @@
+"""Why something failed, from the words of Python programs, for a person."""
+
+from __future__ import annotations
+
+import re
+
+_MOST = 600
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_CLASS = re.compile(r"(?:[A-Za-z_]\w*\.)*([A-Z]\w*(?:Error|Exception|Ended|Interrupt))\b")
+_LEADING = re.compile(rf"^\s*(?:{_CLASS.pattern}(?:\([^)]*\))?\s*:\s*)+")
+_PATHS = re.compile(r"\b(?:[A-Za-z_]\w*\.){2,}([A-Z]\w*)\b")
+_PYDANTIC = re.compile(r"\s*\[type=\w+, input_value=.*?\](?=\s|$)|\s*For further information .*")
+
+
+def plain_reason(words: str) -> str:
+    """The words in one paragraph, without classes of exceptions before them and modules in them."""
+    text = " ".join(_COLOURS.sub("", words).split())
+    text = _PYDANTIC.sub("", text)
+    text = _LEADING.sub("", text).removeprefix("Value error, ") or text
+    text = _PATHS.sub(r"\1", text)
+    return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."
+
+
+def reason_of_traceback(words: str) -> str:
+    """The same of a text that may hold whole tracebacks: of its last exception."""
+    lines = _COLOURS.sub("", words).splitlines()
+    starts = [at for at, line in enumerate(lines) if _LEADING.match(line)]
+    if not starts:
+        return plain_reason(next((line for line in reversed(lines) if line.strip()), ""))
+    told = [lines[starts[-1]]]
+    for line in lines[starts[-1] + 1 :]:
+        if not line.strip() or line.startswith(("Traceback", "  File", "During handling")):
+            break
+        told.append(line)
+    return plain_reason("\n".join(told))

@@ -1,0 +1,1 @@
+"""Checks of a configuration and of the machine, before anything starts."""

@@ -1,0 +1,165 @@
+"""The process at the other end of a local socket: whether it runs, is stopped or ends, and works.
+
+A process that is killed frees its memory first and closes its sockets then: with 3 GB its peers
+read the end of file 0.5 to 0.8 s after the kill. That it is ending is seen in ``/proc`` at once, as
+is that it has been stopped, which its sockets do not tell at all.
+
+Only a process that does not exist has ended. Whatever else goes wrong in a look, such as that this
+process has no descriptor left, says nothing about the other one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from enum import Enum, auto
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from loomserve.platform.engine.process.attentive_clock import Work
+
+_LOCAL = "ipc://"
+_CREDENTIALS = struct.Struct("iII")
+_NETWORK_TIMEOUT_S = 0.5
+_MOST_BYTES = 4096
+_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+# Of proc_pid_stat(5), behind the name, which ends with the last parenthesis.
+_STATE, _FLAGS, _TIMES = 0, 6, slice(11, 13)
+_STOPPED, _DEAD, _WANTS = "T", frozenset("ZX"), frozenset("RD")
+# PF_EXITING of linux/sched.h.
+_EXITING = 0x4
+_NOBODY = (FileNotFoundError, ProcessLookupError)
+
+
+class PeerState(Enum):
+    """What a process is about to do."""
+
+    RUNS = auto()
+    STOPPED = auto()
+    """By SIGSTOP or the like, until SIGCONT."""
+    ENDS = auto()
+    """It is ending, or has ended."""
+
+
+def peer(address: str) -> int | None:
+    """The process that listens at a ZMQ address; None: nobody does, or it cannot be seen.
+
+    A local socket has the credentials of whoever bound it.
+    """
+    if not address.startswith(_LOCAL):
+        return None
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asked:
+            asked.setblocking(False)
+            asked.connect(address.removeprefix(_LOCAL))
+            said = asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    except OSError:
+        return None
+    pid, _, _ = _CREDENTIALS.unpack(said)
+    # 0: of another PID namespace.
+    return pid or None
+
+
+def seen_process(address: str) -> PeerProcess | None:
+    """The process that listens at a ZMQ address; None: it cannot be seen, or not now."""
+    pid = peer(address)
+    if pid is None or pid == os.getpid():
+        return None
+    try:
+        return PeerProcess(pid)
+    except OSError:
+        return None
+
+
+async def nobody_listens(address: str) -> bool:
+    """Whether a ZMQ address is certainly nobody's, as that of a process that has ended."""
+    if address.startswith(_LOCAL):
+        path = address.removeprefix(_LOCAL)
+        asked = asyncio.open_unix_connection(path)
+    else:
+        there = urlsplit(address)
+        asked = asyncio.open_connection(there.hostname, there.port)
+    try:
+        async with asyncio.timeout(_NETWORK_TIMEOUT_S):
+            _, writer = await asked
+    except (*_NOBODY, ConnectionRefusedError):
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False
+
+
+class PeerProcess:
+    """A process of this node; it is looked at by a descriptor that is open from the start.
+
+    So nothing has to be opened to see its end, and no other process is taken for it.
+    """
+
+    def __init__(self, pid: int) -> None:
+        """
+        Raises:
+            OSError: it cannot be looked at, or not at this moment.
+        """
+        self.pid = pid
+        self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        os.close(self._stat)
+
+    def state(self) -> PeerState:
+        """As the kernel tells it."""
+        try:
+            fields = _fields(os.pread(self._stat, _MOST_BYTES, 0))
+        except ProcessLookupError:
+            return PeerState.ENDS
+        if fields[_STATE] in _DEAD or int(fields[_FLAGS]) & _EXITING:
+            return PeerState.ENDS
+        return PeerState.STOPPED if fields[_STATE] == _STOPPED else PeerState.RUNS
+
+    def work(self) -> Work:
+        """What it has done; where its threads cannot be seen, it is said to want a core."""
+        cpu_s, wants = 0.0, False
+        try:
+            cpu_s = _cpu_s(_fields(os.pread(self._stat, _MOST_BYTES, 0)))
+            for pid in _with_descendants(self.pid):
+                if pid != self.pid:
+                    cpu_s += _cpu_s(_fields(Path(f"/proc/{pid}/stat").read_bytes()))
+                wants = wants or any(_thread_wants(each) for each in _threads(pid))
+        except OSError as error:
+            wants = wants or error.errno not in (errno.ENOENT, errno.ESRCH)
+        return Work(cpu_s, wants)
+
+
+def _fields(stat: bytes) -> list[str]:
+    return stat.decode(errors="replace").rpartition(")")[2].split()
+
+
+def _cpu_s(fields: list[str]) -> float:
+    return sum(map(int, fields[_TIMES])) / _TICKS_A_SECOND
+
+
+def _threads(pid: int) -> Iterator[Path]:
+    return Path(f"/proc/{pid}/task").iterdir()
+
+
+def _thread_wants(thread: Path) -> bool:
+    try:
+        return _fields((thread / "stat").read_bytes())[_STATE] in _WANTS
+    except _NOBODY:
+        return False
+
+
+def _with_descendants(pid: int) -> Iterator[int]:
+    yield pid
+    for thread in _threads(pid):
+        try:
+            children = (thread / "children").read_text().split()
+        except _NOBODY:
+            continue
+        for child in children:
+            yield from _with_descendants(int(child))

@@ -1,0 +1,237 @@
+"""vLLM's endpoints of chats, which say truly whether tools were called, or that none can be.
+
+vLLM makes these objects itself; :func:`tell_tool_calls` makes them objects of the subclasses here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+from vllm.entrypoints.chat_utils import make_tool_call_id
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+
+from loomserve.platform.front_end.engine.answers.messages import Messages
+from loomserve.platform.front_end.policy.finish_reasons import End, finish_reason, is_whole
+
+NO_PARSER = (
+    "Tools cannot be used with this model: which parser reads its calls is not known here. The "
+    "operator can name one of vLLM's in models[].engine.tool_call_parser; without tools, or with "
+    'tool_choice "none", the model answers.'
+)
+_log = logging.getLogger(__name__)
+
+_DATA = "data: "
+_TOKENIZER = 3
+"""Its place among a stream's arguments, after the results."""
+
+_WHOLE_ONLY = frozenset({"Internlm2ToolParser", "JambaToolParser"})
+"""vLLM's, which find a piece of arguments at its first place in them, where it is not the last."""
+
+Read = tuple[str, list[tuple[str, str]]]
+"""What a whole text says: its content, and names and arguments of its calls."""
+
+
+class _Chat(OpenAIServingChat):  # type: ignore[misc]
+    """Chats, of which vLLM's class says ``tool_calls`` of some that were cut off, and ``stop`` of
+    those that call the tool that was named."""
+
+    async def _create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
+        if _cannot_call(request, self.parser_cls):
+            return self.create_error_response(NO_PARSER, param="tools")
+        return await super()._create_chat_completion(request, raw_request)
+
+    def chat_completion_stream_generator(
+        self, request: Any, result_generator: AsyncIterator[Any], *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[str, None]:
+        of = super().chat_completion_stream_generator
+        if not request.tools:
+            plain: AsyncGenerator[str, None] = of(request, result_generator, *args, **kwargs)
+            return plain
+        read = partial(self._read_whole, request, args[_TOKENIZER], kwargs)
+        told = _ToldStream(request, read, whole=_tool_parser(self.parser_cls) in _WHOLE_ONLY)
+        return told.chunks(of(request, told.noted(result_generator), *args, **kwargs))
+
+    def _read_whole(self, request: Any, tokenizer: Any, kwargs: Any, text: str) -> Read:
+        """What an answer's whole text says."""
+        template = {"chat_template_kwargs": kwargs.get("chat_template_kwargs")}
+        parser = self.parser_cls(
+            tokenizer, request.tools, model_config=self.model_config, **template
+        )
+        _, content, calls = parser.parse(text, request, enable_auto_tools=self.enable_auto_tools)
+        return content or "", [(call.name, call.arguments) for call in calls or ()]
+
+    async def chat_completion_full_generator(
+        self, request: Any, result_generator: AsyncIterator[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        ends: dict[int, End] = {}
+        answer = await super().chat_completion_full_generator(
+            request, _noted(result_generator, ends), *args, **kwargs
+        )
+        for choice in getattr(answer, "choices", ()) if request.tools else ():
+            calls = [each.function.arguments for each in choice.message.tool_calls or ()]
+            choice.finish_reason = finish_reason(ends.get(choice.index, End()), calls)
+        return answer
+
+
+class _Messages(_Chat, Messages):
+    """Anthropic's messages, which vLLM makes of chats."""
+
+    def messages_full_converter(self, generator: Any) -> Any:
+        for choice in generator.choices:
+            for call in choice.message.tool_calls or ():
+                if not is_whole(call.function.arguments):  # cut off: the input must be an object
+                    call.function.arguments = "{}"
+        return super().messages_full_converter(generator)
+
+
+class _Responses(OpenAIServingResponses):  # type: ignore[misc]
+    """Responses, which vLLM's class answers with prose where it cannot read calls."""
+
+    async def _create_responses(self, request: Any, raw_request: Any = None) -> Any:
+        if _cannot_call(request, self.parser):
+            return self.create_error_response(NO_PARSER, param="tools")
+        return await super()._create_responses(request, raw_request)
+
+    def _make_response_output_items(
+        self, request: Any, final_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        items = super()._make_response_output_items(request, final_output, *args, **kwargs)
+        for item in items if final_output.finish_reason == "length" else ():
+            if item.type == "function_call" and not is_whole(item.arguments):
+                item.status = "incomplete"
+        return items
+
+
+_CLASSES: dict[str, Callable[..., Any]] = {
+    "openai_serving_chat": _Chat,
+    "openai_serving_responses": _Responses,
+    "anthropic_serving_messages": _Messages,
+}
+
+
+def tell_tool_calls(state: Any) -> None:
+    """Have the endpoints of vLLM's app, in its ``state``, be of the classes here."""
+    for name, made in _CLASSES.items():
+        serving = getattr(state, name, None)
+        if serving is not None:
+            serving.__class__ = made
+
+
+def _tool_parser(parser: Any) -> str | None:
+    """The name of the class that reads calls, if any does."""
+    of = None if parser is None else parser.tool_parser_cls
+    return None if of is None else str(of.__name__)
+
+
+def _cannot_call(request: Any, parser: Any) -> bool:
+    wanted = request.tools and request.tool_choice != "none"
+    return bool(wanted) and _tool_parser(parser) is None
+
+
+async def _noted(results: AsyncIterator[Any], ends: dict[int, End]) -> AsyncIterator[Any]:
+    """The results; ``ends`` gets how the engine ended each of a request's answers."""
+    async for result in results:
+        for output in result.outputs:
+            if output.finish_reason is not None:
+                at_text = isinstance(output.stop_reason, str)
+                ends[output.index] = End(output.finish_reason, at_text)
+        yield result
+
+
+@dataclass
+class _Answer:
+    """One of a request's answers, as far as it has been streamed."""
+
+    written: list[str] = field(default_factory=list)
+    """What the engine wrote."""
+    told: bool = False
+    """Whether any of it has been told as content or reasoning."""
+    calls: dict[int, str] = field(default_factory=dict)
+    """Arguments, by the number of a call."""
+
+
+class _ToldStream:
+    """A stream whose last chunk of each answer has the true reason, and what the parser left out.
+
+    Some of vLLM's parsers tell nothing of a call while it is streamed, or not all.
+    """
+
+    def __init__(self, request: Any, read: Callable[[str], Read], *, whole: bool) -> None:
+        """
+        Args:
+            read: Reads an answer's whole text.
+            whole: Calls are told at the end alone.
+        """
+        self._whole = whole
+        self._single = request.n in {None, 1}
+        self._most = 1 if request.parallel_tool_calls is False else None
+        self._read = read
+        self._ends: dict[int, End] = {}
+        self._answers: dict[int, _Answer] = defaultdict(_Answer)
+
+    async def noted(self, results: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for result in _noted(results, self._ends):
+            for output in result.outputs:
+                self._answers[output.index].written.append(output.text)
+            yield result
+
+    async def chunks(self, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        async for chunk in chunks:
+            if '"delta":' not in chunk or self._is_more_text(chunk):
+                yield chunk
+                continue
+            told = msgspec.json.decode(chunk.removeprefix(_DATA))
+            changed = [self._take(choice) for choice in told["choices"]]
+            yield f"{_DATA}{msgspec.json.encode(told).decode()}\n\n" if any(changed) else chunk
+
+    def _is_more_text(self, chunk: str) -> bool:
+        """Whether a chunk, of which there is one for each token, tells nothing new."""
+        known = self._single and self._answers[0].told
+        return known and '"tool_calls":[{' not in chunk and '"finish_reason":"' not in chunk
+
+    def _take(self, choice: dict[str, Any]) -> bool:
+        """Note what a chunk tells of an answer; returns whether it is to be told otherwise."""
+        answer, delta = self._answers[choice["index"]], choice["delta"]
+        dropped = self._whole and delta.pop("tool_calls", None) is not None
+        answer.told |= bool(delta.get("content") or delta.get("reasoning"))
+        for call in delta.get("tool_calls") or ():
+            said = (call.get("function") or {}).get("arguments") or ""
+            answer.calls[call["index"]] = answer.calls.get(call["index"], "") + said
+        if choice.get("finish_reason") is None:
+            return dropped
+        end = self._ends.get(choice["index"], End())
+        if end == End():
+            self._complete(answer, delta)
+        choice["finish_reason"] = finish_reason(end, answer.calls.values())
+        return True
+
+    def _complete(self, answer: _Answer, delta: dict[str, Any]) -> None:
+        """Tell what has not been told of an answer that is whole."""
+        cut = not all(map(is_whole, answer.calls.values()))
+        if not cut and (answer.calls or answer.told):
+            return
+        try:
+            content, calls = self._read("".join(answer.written))
+        except Exception:
+            _log.exception("the calls of an answer cannot be read")
+            return
+        if content and not answer.told:
+            delta["content"] = content
+        for index, (name, arguments) in enumerate(calls[: self._most]):
+            said = answer.calls.get(index)
+            if said is None:
+                head = {"id": make_tool_call_id(), "type": "function", "index": index}
+                more = {**head, "function": {"name": name, "arguments": arguments}}
+            elif arguments != said and arguments.startswith(said):
+                more = {"index": index, "function": {"arguments": arguments[len(said) :]}}
+            else:
+                continue
+            delta["tool_calls"] = [*(delta.get("tool_calls") or ()), more]
+            answer.calls[index] = arguments

@@ -1,0 +1,86 @@
+"""How many log probabilities one request may ask for.
+
+vLLM makes objects of each of them and writes them as JSON: 5 to 10 µs each, on the event loop that
+serves all streams. A stream does so token by token, any other answer at its end, all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from loomserve.platform.base.errors import BadRequest
+from loomserve.platform.requests.policy.sequences import LENGTHS, answers
+
+MOST_A_STEP = 4096
+"""Of one token of each of a request's answers."""
+MOST_AT_ONCE = 2**15
+"""Of a prompt, and of all answers of a request that does not stream."""
+
+# Where endpoints say how many each token has beside its own.
+_NAMES = ("top_logprobs", "logprobs")
+
+
+def check_logprobs(fields: Mapping[str, Any], prompts: int) -> None:
+    """Check what a request says; ``prompts``: how many it has.
+
+    Raises:
+        BadRequest: it asks for more than others can wait for.
+    """
+    prompt = fields.get("prompt_logprobs")
+    if prompt is not None and _whole(prompt) and not 0 <= prompt < MOST_A_STEP:
+        raise _too_many("prompt_logprobs", prompt)
+    each, name = _of_a_token(fields)
+    if each is None:
+        return
+    if not 0 <= each < MOST_A_STEP:
+        raise _too_many(name, each)
+    sequences = prompts * answers(fields)
+    if sequences * (each + 1) > MOST_A_STEP:
+        raise BadRequest(
+            f"{sequences} answers with {each + 1} log probabilities for each token are more than "
+            f"{MOST_A_STEP} at a time; ask for fewer, or send several requests",
+            param=name,
+        )
+    lengths = [fields[length] for length in LENGTHS if _whole(fields.get(length))]
+    if fields.get("stream") is True or not lengths:
+        return
+    if (tokens := max(lengths)) > (most := MOST_AT_ONCE // (sequences * (each + 1))):
+        raise BadRequest(
+            f"{sequences} answers of {tokens} tokens with {each + 1} log probabilities each are "
+            f"more than {MOST_AT_ONCE}, with which others would wait; ask for {most} tokens at "
+            "most, or for a stream",
+            param=name,
+        )
+
+
+def most_tokens(each: int, answers: int) -> int:
+    """Tokens of a prompt, or of each answer that does not stream.
+
+    Args:
+        each: log probabilities of a token beside its own; negative: all of the vocabulary.
+        answers: to one prompt.
+    """
+    return max(1, MOST_AT_ONCE // ((each + 1) * answers)) if each >= 0 else 1
+
+
+def _of_a_token(fields: Mapping[str, Any]) -> tuple[int | None, str]:
+    listed = fields.get("logprob_token_ids")
+    if isinstance(listed, list) and listed:
+        return len(listed), "logprob_token_ids"
+    for name in _NAMES:
+        if _whole(fields.get(name)):
+            return fields[name], name
+    return (0 if fields.get("logprobs") is True else None), "logprobs"
+
+
+def _whole(value: Any) -> TypeGuard[int]:
+    return type(value) is int
+
+
+def _too_many(name: str, given: int) -> BadRequest:
+    return BadRequest(
+        f"{name} is {given}; give 0 to {MOST_A_STEP - 1}, or list the tokens that matter in "
+        "logprob_token_ids",
+        param=name,
+    )

@@ -1,0 +1,29 @@
+// LangChain for JavaScript, by which n8n's nodes of language models ask:
+// node langchain_js.mjs URL KEY MODEL
+import assert from "node:assert";
+import { tool } from "@langchain/core/tools";
+import { ChatOpenAI } from "@langchain/openai";
+import { z } from "zod";
+
+const [url, apiKey, model] = process.argv.slice(2);
+const chat = new ChatOpenAI({
+  model, apiKey, temperature: 0, maxTokens: 64, maxRetries: 0,
+  configuration: { baseURL: `${url}/v1` },
+});
+const question = "What is the weather in Paris?";
+const said = await chat.invoke(question);
+assert(said.content);
+let streamed = "";
+for await (const chunk of await chat.stream(question)) streamed += chunk.content;
+assert.equal(streamed, said.content);
+
+const weather = tool(({ city }) => `sunny in ${city}`, {
+  name: "weather",
+  description: "The weather of a city.",
+  schema: z.object({ city: z.enum(["Paris", "Rome"]) }),
+});
+const called = await chat.bindTools([weather], { tool_choice: "any" }).invoke(question);
+assert.equal(called.tool_calls[0].name, "weather");
+const answered = await weather.invoke(called.tool_calls[0]);
+assert((await chat.invoke([["user", question], called, answered])).content);
+console.log("went through");

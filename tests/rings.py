@@ -1,0 +1,166 @@
+"""The rings of tests: what ``make test``, ``make test-engines`` and ``make test-all`` run.
+
+``python -m tests.rings test engines`` runs each part of these rings in a run of pytest, whatever
+came of those before, and tells how long each took. What parts say that run side by side is shown
+once each has ended, and meanwhile how far it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Container
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.forks import collected, forks, processes
+
+ROOT = Path(__file__).parents[1]
+COMPILED = ("platform", "deployments", "routers", "kvstore", "benchmarks", "dashboards")
+_CORES = os.cpu_count() or 1
+_TELL_S = 30.0
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    select: str
+    """Pytest's expression of markers."""
+    folders: tuple[str, ...]
+    processes: int = 0
+    """That run its tests side by side."""
+    options: tuple[str, ...] = ()
+    imports_tests: bool = False
+    """Whether these processes are forked from one that has imported the tests."""
+
+    def run(self, output: Path | None = None) -> tuple[int, float]:
+        """Pytest's exit status, and the seconds that it took.
+
+        Args:
+            output: a file for what pytest says; None: the terminal's.
+        """
+        began = time.monotonic()
+        with (
+            collected(self.folders) if self.imports_tests else nullcontext() as environment,
+            output.open("w") if output else nullcontext() as out,
+        ):
+            ended = subprocess.run(self.command, stdout=out, env=environment, check=False)
+        return ended.returncode, time.monotonic() - began
+
+    @property
+    def command(self) -> list[str]:
+        pytest = [sys.executable, "-m", "pytest", "-m", self.select, *self.options]
+        several = processes(self.processes) if self.processes else []
+        return [*pytest, *several, *self.folders]
+
+
+UNIT_PROCESSES = min(2 * _CORES, 16)
+"""Many of them wait for something, and memory has room for no more."""
+# tests/groups.py says which tests stay together.
+GROUPS = ("--dist", "loadgroup", "--no-loadscope-reorder")
+_UNIT = (UNIT_PROCESSES, GROUPS, True)
+# In two processes, of which each has a core for integration tests' engines.
+_TWO = (2, (*GROUPS, "--durations=20"))
+_ENGINES = "not slow and not claim and not simulated"
+
+_INTEGRATION, _E2E, _CLUSTER = "tests/integration", "tests/e2e", "tests/cluster"
+
+Lane = tuple[Part, ...]
+"""Parts of which one follows the other."""
+
+RINGS: dict[str, tuple[Lane, ...]] = {
+    "test": (
+        (Part("unit tests", "not slow and not heavy", ("tests/unit",), *_UNIT),),
+        # Platforms wait for much, and leave the cores to unit tests.
+        (
+            Part("simulated engines", "simulated and not slow", (_E2E,), *_TWO),
+            Part("claims on real engines", "claim and not slow", (_INTEGRATION, _E2E), *_TWO),
+        ),
+    ),
+    "engines": (
+        (
+            Part("heavy unit tests", "heavy and not slow", ("tests/unit",), *_UNIT),
+            Part("engines", _ENGINES, (_INTEGRATION,), *_TWO),
+            Part("platforms and clusters", _ENGINES, (_E2E, _CLUSTER), *_TWO),
+        ),
+    ),
+    "slow": (
+        (
+            Part("slow unit tests", "slow", ("tests/unit",), *_UNIT),
+            # One at a time, for some of them count what a machine does.
+            Part("slow tests", "slow", (_INTEGRATION, _E2E, _CLUSTER, "tests/image")),
+        ),
+    ),
+}
+"""Of each ring, what runs side by side."""
+
+
+def main(names: list[str]) -> int:
+    """Run rings; 0 if all tests passed."""
+    told, failed, all_began = [], False, time.monotonic()
+    # What many processes import, none of which may keep what it compiles.
+    compiled = [sys.executable, "-m", "compileall", "-qq", *COMPILED]
+    with subprocess.Popen(compiled, cwd=ROOT) as compiling, forks():
+        compiling.wait()
+        for name in names:
+            for part, (status, took_s) in run(RINGS[name]).items():
+                told.append(f"{part}: {'failed' if status else 'passed'} in {took_s:.0f} s")
+                failed |= status != 0
+    told.append(
+        f"all {'failed' if failed else 'passed'} in {round(time.monotonic() - all_began)} s"
+    )
+    print("", *(f"== {line}" for line in told), sep="\n", flush=True)
+    return int(failed)
+
+
+def run(lanes: tuple[Lane, ...]) -> dict[str, tuple[int, float]]:
+    """Run lanes side by side; returns the exit status and the seconds of each part."""
+    ended = dict[str, tuple[int, float]]()
+
+    def follow(lane: Lane, folder: Path | None = None) -> None:
+        for part in lane:
+            if folder is None:
+                print(f"== {part.name}", flush=True)
+            ended[part.name] = part.run(folder and folder / part.name)
+
+    if len(lanes) == 1:
+        follow(lanes[0])
+        return ended
+    order = [part.name for lane in lanes for part in lane]
+    with ThreadPoolExecutor(len(lanes)) as pool, tempfile.TemporaryDirectory() as folder:
+        left = {pool.submit(follow, lane, Path(folder)) for lane in lanes}
+        while left:
+            done, left = wait(left, _TELL_S, "FIRST_COMPLETED")
+            _show(Path(folder), ended)
+            for each in done:
+                each.result()
+    return {name: ended[name] for name in order}
+
+
+def _show(folder: Path, ended: Container[str]) -> None:
+    """What the parts have said that have ended, once, and how far the others are."""
+    under_way = []
+    for output in sorted(folder.iterdir()):
+        if output.name in ended:
+            print(f"== {output.name}\n{output.read_text()}", flush=True)
+            output.unlink()
+        else:
+            under_way.append(f"{output.name}: {progress(output)}")
+    if under_way:
+        print(*under_way, sep=", ", flush=True)
+
+
+def progress(output: Path) -> str:
+    """How far pytest is, of which it tells at the end of a line."""
+    shares = re.findall(r"\[ *(\d+%)\]$", output.read_text(), re.MULTILINE)
+    return shares[-1] if shares else "begun"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

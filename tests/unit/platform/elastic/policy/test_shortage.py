@@ -1,0 +1,53 @@
+"""Which replica gives its memory back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from loomserve.platform.elastic.policy.shortage import Holder, gives_back
+
+
+def holder(
+    name: str, size: int = 1, requests: int = 0, others: int = 0, *, may_go: bool = False
+) -> Holder:
+    return Holder(name, f"model of {name}", size, requests, others, may_go)
+
+
+# The cheaper one first.
+TABLE = [
+    (holder("idle on demand", may_go=True), holder("spare", 9, others=1)),
+    (holder("spare", others=1), holder("busy spare", 9, requests=3, others=1)),
+    (holder("small spare", 1, others=2), holder("last idle", 9)),
+    (holder("busy spare", requests=3, others=1), holder("last idle", 9)),
+    (holder("busy on demand", requests=1, others=1, may_go=True), holder("last idle", 9)),
+    (holder("last idle"), holder("last busy", 9, requests=1)),
+    (holder("last idle"), holder("last busy on demand", 9, requests=1, may_go=True)),
+    (holder("large", 9, others=1), holder("small", 8, others=1)),
+    (holder("large", 9, 5), holder("small", 8, 1)),
+    (holder("a"), holder("b")),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), TABLE)
+def test_the_one_whose_end_costs_least_goes(first: Holder, second: Holder) -> None:
+    assert gives_back([first, second]) == gives_back([second, first]) == first
+
+
+def test_the_last_one_with_requests_goes_if_nothing_else_is_left() -> None:
+    last = holder("last", requests=9)
+    assert gives_back([last]) == last
+    assert gives_back([]) is None
+
+
+def test_the_order_in_which_they_are_given_is_of_no_matter() -> None:
+    chance = random.Random(1)
+    some = [
+        holder(str(n), chance.randrange(3), chance.randrange(2), chance.randrange(2))
+        for n in range(40)
+    ]
+    chosen = gives_back(some)
+    for _ in range(20):
+        chance.shuffle(some)
+        assert gives_back(some) == chosen

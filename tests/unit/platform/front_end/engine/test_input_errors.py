@@ -1,0 +1,113 @@
+"""What vLLM says of wrong input is short, names the field, and repeats nothing of the input."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from loomserve.platform.http.engine_errors import normalise
+from tests.unit.platform.front_end.engine.server import TAKEN, Server
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+USER = {"role": "user", "content": "Hello"}
+SECRET = "a text of the client's own"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+def refused(server: Server, path: str, fields: Any) -> tuple[str, str | None]:
+    status, body = server.ask(path, {"model": "m", **fields})
+    assert status == 400, body
+    assert len(body) < 1000
+    error = normalise(body, status)["error"]
+    assert SECRET not in error["message"]
+    return error["message"], error["param"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"messages": [USER, {"role": "tool", "tool_call_id": "c", "content": None}]},
+         "messages[1].content"),
+        (CHAT, {"messages": [{"role": "tool", "tool_call_id": "c", "content": {"a": SECRET}}]},
+         "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": [SECRET]}]}]},
+         "messages"),
+        (CHAT, {"messages": [{}] * 2000}, "messages[0].role"),
+        (CHAT, {"messages": 5}, "messages"),
+        (CHAT, {"messages": [USER], "logprobs": SECRET}, "logprobs"),
+        (CHAT, {"messages": [USER], "tools": [SECRET]}, "tools[0]"),
+        (CHAT, {"messages": [USER], "top_logprobs": -5, "logprobs": True}, "top_logprobs"),
+        (MESSAGES, {"messages": [USER]}, "max_tokens"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": SECRET}]}], "max_tokens": 1},
+         "messages[0].content[0].type"),
+        (RESPONSES, {"input": [{"role": "user", "content": {}}] * 800}, "input[0].content"),
+        (RESPONSES, {"input": [{"type": "function_call", "call_id": "c", "name": 3,
+                                "arguments": SECRET}]}, "input[0]"),
+        ("/v1/completions", {"prompt": [{"a": SECRET}] * 100}, "prompt[0]"),
+        ("/v1/tokenize", {"prompt": 5}, "prompt"),
+        ("/v1/detokenize", {"tokens": [SECRET] * 100}, "tokens[0]"),
+    ],
+)  # fmt: skip
+def test_the_first_fault_is_told_by_its_path(
+    server: Server, path: str, fields: Any, param: str
+) -> None:
+    message, told = refused(server, path, fields)
+    assert told == param
+    assert len(message) <= 350
+
+
+def test_several_faults_are_told_at_once(server: Server) -> None:
+    names = ("documents", "min_p", "stop", "temperature", "top_p", "length_penalty", "user")
+    wrong: dict[str, Any] = {name: {} for name in names}
+    message, _ = refused(server, CHAT, {"messages": [USER], **wrong})
+    assert message.count(": ") == 5
+    assert message.endswith("and 2 more")
+
+
+def test_sound_requests_reach_an_engine(server: Server) -> None:
+    part = {"type": "text", "text": "Hello"}
+    for content in ("Hello", [part], [part] * 20):
+        messages = [{"role": "system", "content": content}, {"role": "user", "content": content}]
+        status, body = server.ask(CHAT, {"model": "m", "messages": messages})
+        assert status == TAKEN, body
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    said = {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}
+    status, body = server.ask(RESPONSES, {"model": "m", "input": [said, call]})
+    assert status == TAKEN, body
+
+
+def test_what_vllm_refuses_with_a_value_does_not_repeat_it(server: Server) -> None:
+    fields = {"messages": [USER], "logit_bias": {"1": 1.0}, "top_k": -7}
+    status, body = server.ask(CHAT, {"model": "m", **fields})
+    assert status == 400
+    assert b"value=" not in json.loads(body)["error"]["message"].encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"model": "/a" * 1_500, "messages": [USER]}),
+        (MESSAGES, {"model": "/a" * 1_500, "messages": [USER], "max_tokens": 1}),
+        (CHAT, {"messages": [USER], "tools": [{}], "tool_choice": "/a" * 1_500}),
+    ],
+)
+def test_what_vllm_repeats_of_the_input_is_short_and_read_soon(
+    server: Server, path: str, fields: Any
+) -> None:
+    began = time.process_time()
+    status, body = server.ask(path, {"model": "m", **fields})
+    took_s = time.process_time() - began
+    assert status in (400, 404)
+    assert len(body) < 1500
+    # vLLM takes 3 s for these, and the square of that for ten times as much.
+    assert took_s < 0.5
