@@ -113,8 +113,8 @@ def test_requests_of_a_fair_queue_swap_and_get_the_tokens_of_those_with_room(
     # At their ends far more tokens than the engine's memory holds.
     prompts = [f"Tale {number}. {PROMPT}" for number in range(12)]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        together = list(pool.map(lambda each: text(platform, NAME, each, 80), prompts))
-        alone = list(pool.map(lambda each: text(platform, COLD, each, 80), prompts))
+        together = list(pool.map(lambda each: text(platform, NAME, each, 64), prompts))
+        alone = list(pool.map(lambda each: text(platform, COLD, each, 64), prompts))
     assert together == alone
     assert platform.metric("loomserve_preemptions_total", model=NAME, mode="swap") > 0
 

@@ -41,7 +41,7 @@ HOT_MODEL = {
     "lending": {"borrow_memory": "192MiB", "lenders": [LENDER], "patience_ms": 2000},
 }
 PROMPTS = [f"Tale {number}. " + "Once upon a time there was a fox. " * 12 for number in range(12)]
-TOKENS = 80
+TOKENS = 60
 
 
 @pytest.fixture(scope="module")

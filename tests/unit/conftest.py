@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from loomserve.platform.base import heap
 from loomserve.platform.run.folder import RUN_VARIABLE, RunFolder
 
 
@@ -22,3 +23,9 @@ def _folder_of_a_run() -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def _in_a_run(monkeypatch: pytest.MonkeyPatch, _folder_of_a_run: Path) -> None:
     monkeypatch.setenv(RUN_VARIABLE, str(_folder_of_a_run))
+
+
+@pytest.fixture(autouse=True)
+def _heap_of_all_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It goes through what all modules and tests are made of: half a second for each front end.
+    monkeypatch.setattr(heap, "settle_heap", lambda: None)

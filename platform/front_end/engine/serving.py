@@ -26,8 +26,8 @@ from vllm.envs import enable_envs_cache
 from vllm.v1.engine import EngineCoreReadyResponse
 
 from loomserve.platform.adapters.messages import AdapterRoute
+from loomserve.platform.base import heap
 from loomserve.platform.base.errors import Unavailable
-from loomserve.platform.base.heap import give_back_freed, settle_heap
 from loomserve.platform.front_end.engine.answers.messages import use_messages
 from loomserve.platform.front_end.engine.answers.tool_calls import tell_tool_calls
 from loomserve.platform.front_end.engine.handoffs import Handoffs
@@ -166,7 +166,7 @@ class ModelServing:
         log_requests = self._args.enable_log_requests
         llm = FrontEndLLM(config, self._client, log_requests=log_requests, traced=self._traced)
         # Reading a tokenizer leaves much of it behind.
-        give_back_freed()
+        heap.give_back_freed()
         return llm
 
     async def _build(self, llm: FrontEndLLM) -> Any:
@@ -185,7 +185,7 @@ class ModelServing:
         app = await server_app(llm, self._args, tasks)
         self._models = app.state.openai_serving_models
         self._client.adapters.serve_by(self._models)
-        settle_heap()
+        heap.settle_heap()
         return app
 
     @property

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
+
 import jsonschema
 import kubernetes_validate
 
@@ -36,6 +39,13 @@ def _pod_template(template: Manifest) -> Manifest:
 
 
 def _problems_of_kubernetes(manifest: Manifest, version: str) -> list[str]:
+    # Most cases render most manifests alike.
+    return _problems_of_text(json.dumps(manifest), version)
+
+
+@cache
+def _problems_of_text(text: str, version: str) -> list[str]:
+    manifest = json.loads(text)
     try:
         kubernetes_validate.validate(manifest, version, strict=True)
     except kubernetes_validate.ValidationError as error:

@@ -203,7 +203,7 @@ def lengths(tokens: str) -> Iterator[int]:
 
 def test_the_directory_equals_what_nodes_have_after_any_order_of_events() -> None:
     run_state_machine_as_test(
-        DirectoryAgainstNodes, settings=settings(max_examples=150, stateful_step_count=60)
+        DirectoryAgainstNodes, settings=settings(max_examples=60, stateful_step_count=60)
     )
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import get_args
 
 import pytest
@@ -10,6 +11,13 @@ from pydantic.fields import FieldInfo
 
 from loomserve.platform.config import Config, parse_bytes
 from loomserve.platform.config.reference import describe
+
+described = cache(describe)
+
+
+@cache
+def words() -> str:
+    return re.sub(r"\s+", " ", described())
 
 
 def nodes(node: type[BaseModel] = Config) -> Iterator[type[BaseModel]]:
@@ -36,11 +44,11 @@ def test_every_field_is_described(node: type[BaseModel], name: str) -> None:
     description = node.model_fields[name].description
     assert description
     assert description[0].strip()
-    assert description in re.sub(r"\s+", " ", describe())
+    assert description in words()
 
 
 def test_every_field_has_one_entry() -> None:
-    entries = re.findall(r"^(\S+): ", describe(), re.MULTILINE)
+    entries = re.findall(r"^(\S+): ", described(), re.MULTILINE)
     assert len(entries) == len(set(entries)) == len(FIELDS)
     assert {entry.rpartition(".")[2] for entry in entries} == {name for _, name in FIELDS}
 
@@ -76,11 +84,11 @@ def test_every_field_has_one_entry() -> None:
     ],
 )
 def test_an_entry_tells_type_and_default(entry: str) -> None:
-    assert entry in describe().splitlines()
+    assert entry in described().splitlines()
 
 
 def test_the_defaults_of_sizes_are_exact() -> None:
-    shown = re.findall(r"^(\S+): size such as \S+, default (\d\S+)", describe(), re.MULTILINE)
+    shown = re.findall(r"^(\S+): size such as \S+, default (\d\S+)", described(), re.MULTILINE)
     assert len(shown) > 5
     for path, size in shown:
         assert parse_bytes(size) == field_at(path).default

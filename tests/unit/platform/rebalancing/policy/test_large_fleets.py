@@ -125,7 +125,7 @@ def test_plans_of_small_fleets_are_those_of_the_plain_search(
 ) -> None:
     monkeypatch.setattr(planner, "LISTED_PAIRS", listed_pairs)
     chosen = 0
-    for seed in range(50 * part, 50 * part + 50):
+    for seed in range(25 * part, 25 * part + 25):
         rng = random.Random(seed)
         snapshot, options = mixed_fleet(rng), mixed_options(rng)
         for _ in range(2):

@@ -213,7 +213,7 @@ def served(rules: Scaling, start_s: float, trace: list[float], seconds_each: int
     return service
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(RULES, st.sampled_from([1.0, 5.0, 30.0]), TRACES, st.integers(5, 60))
 def test_there_are_never_more_than_max_nor_fewer_than_min(
     rules: Scaling, start_s: float, trace: list[float], seconds_each: int
@@ -222,7 +222,7 @@ def test_there_are_never_more_than_max_nor_fewer_than_min(
     assert all(rules.min <= target <= rules.max for target in service.targets)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(RULES, st.sampled_from([1.0, 5.0, 30.0]), TRACES, st.integers(5, 60))
 def test_none_is_ended_while_more_are_wanted_nor_soon_after(
     rules: Scaling, start_s: float, trace: list[float], seconds_each: int
@@ -234,7 +234,7 @@ def test_none_is_ended_while_more_are_wanted_nor_soon_after(
             assert not [each for each in service.wanted_more if at_s - quiet_s < each <= at_s]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(RULES, st.sampled_from([1.0, 5.0, 30.0]), TRACES, st.integers(5, 60))
 def test_changes_are_few(
     rules: Scaling, start_s: float, trace: list[float], seconds_each: int
@@ -254,7 +254,7 @@ def too_few(service: MadeUpService) -> list[int]:
     return [before for before, after in pairwise(numbers) if after > before]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(RULES, st.sampled_from([1.0, 5.0, 30.0]), st.floats(0, 8))
 def test_on_a_constant_load_no_number_is_too_small_twice(
     rules: Scaling, start_s: float, rate: float
@@ -266,7 +266,7 @@ def test_on_a_constant_load_no_number_is_too_small_twice(
     assert service.targets[-1] >= min(math.ceil(rate), rules.max) or service.queue < 10
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(5, 20), st.floats(0, 6), st.floats(2, 6))
 def test_a_load_that_comes_and_goes_within_the_quiet_time_finds_none_too_small_twice(
     pause_s: int, low: float, high: float

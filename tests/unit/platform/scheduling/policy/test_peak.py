@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import permutations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loomserve.platform.scheduling.policy.peak import Growing, PastAnswers, fitting, peak_tokens
@@ -87,6 +87,7 @@ def test_an_answer_is_expected_to_be_as_long_as_those_that_were_longer() -> None
     assert past.left(100, 100) == 0
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 2**32), st.integers(1001, 1100), st.integers(0, 99))
 def test_only_the_latest_answers_count(seed: int, count: int, generated: int) -> None:
     # Drawn here, for hypothesis takes a tenth of a second to draw so many.
