@@ -495,11 +495,13 @@ TABLE: tuple[Hook, ...] = (
         (
             "_create_responses(request, raw_request)",
             "_make_response_output_items(request, final_output)",
+            "_make_response_parser(request)",
             "create_error_response",
             "parser",
         ),
         HookKind.SUBCLASS,
-        "Tools are refused where no parser reads calls; a call that was cut off is incomplete.",
+        "Tools are refused where no parser reads calls, a call that was cut off is incomplete, and "
+        "calls beyond one are left out if they are not wanted.",
         "platform/front_end/engine/answers/tool_calls.py",
     ),
     Hook(

@@ -213,8 +213,6 @@ def _check_response(fields: Mapping[str, Any]) -> None:
     include = fields.get("include")
     if fields.get("top_logprobs") and not (isinstance(include, list) and _LOGPROBS in include):
         raise _not_obeyed("top_logprobs", f'it needs include: ["{_LOGPROBS}"]')
-    if fields.get("parallel_tool_calls") is False and fields.get("tools"):
-        raise _not_obeyed("parallel_tool_calls", f"{CHAT} has it, and /v1/responses does not")
 
 
 def _not_obeyed(name: str, instead: str) -> BadRequest:

@@ -99,6 +99,11 @@ class _Responses(OpenAIServingResponses):  # type: ignore[misc]
             return self.create_error_response(NO_PARSER, param="tools")
         return await super()._create_responses(request, raw_request)
 
+    def _make_response_parser(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        parser = super()._make_response_parser(request, *args, **kwargs)
+        single = parser is not None and request.parallel_tool_calls is False
+        return _FirstCall(parser) if single else parser
+
     def _make_response_output_items(
         self, request: Any, final_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -107,6 +112,27 @@ class _Responses(OpenAIServingResponses):  # type: ignore[misc]
             if item.type == "function_call" and not is_whole(item.arguments):
                 item.status = "incomplete"
         return items
+
+
+class _FirstCall:
+    """A parser that leaves out all calls of an answer but the first, as vLLM's chats do for
+    requests with ``parallel_tool_calls`` false."""
+
+    def __init__(self, parser: Any) -> None:
+        self._parser = parser
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+    def parse(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        reasoning, content, calls = self._parser.parse(*args, **kwargs)
+        return reasoning, content, calls and calls[:1]
+
+    def parse_delta(self, **kwargs: Any) -> Any:
+        delta = self._parser.parse_delta(**kwargs)
+        if delta and delta.tool_calls:
+            delta.tool_calls = [call for call in delta.tool_calls if call.index == 0]
+        return delta
 
 
 _CLASSES: dict[str, Callable[..., Any]] = {

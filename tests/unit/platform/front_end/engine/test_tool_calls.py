@@ -252,3 +252,32 @@ def test_a_call_of_a_response_that_was_cut_off_is_incomplete(ended: str, status:
     made = serving(OpenAIServingResponses)
     (item,) = made._make_response_output_items(request, output, tokenizer(), parser=CutOff())
     assert (item.type, item.status) == ("function_call", status)
+
+
+@pytest.mark.parametrize(("parallel", "calls"), [(None, 2), (True, 2), (False, 1)])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_response_has_one_call_where_no_more_are_wanted(
+    choice: str, parallel: bool | None, calls: int
+) -> None:
+    tool = {"type": "function", **TOOL["function"]}
+    request = ResponsesRequest(
+        model="m", input="x", tools=[tool], tool_choice=choice, parallel_tool_calls=parallel
+    )
+    text = f"{CALL}\n{CALL}"
+    made = serving(OpenAIServingResponses)
+
+    def parser() -> Any:
+        return made._make_response_parser(request, tokenizer(), {})
+
+    *_, whole = parser().parse(text, request, enable_auto_tools=True)
+    assert len(whole) == calls
+    streamed, streaming = set(), parser()
+    for at in range(0, len(text), 3):
+        piece, finished = text[at : at + 3], at + 3 >= len(text)
+        ids = tokenizer().encode(piece, add_special_tokens=False)
+        delta = streaming.parse_delta(
+            delta_text=piece, delta_token_ids=ids, request=request, prompt_token_ids=[1],
+            finished=finished,
+        )  # fmt: skip
+        streamed |= {call.index for call in delta.tool_calls} if delta else set()
+    assert streamed == set(range(calls))
