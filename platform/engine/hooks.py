@@ -2,8 +2,7 @@
 
 vLLM and Ray promise none of it but what is marked ``PUBLIC``. :func:`verify` looks each name up in
 the installed sources without importing them, so that an engine of another version ends at its
-start, with a list of what is gone, and not in one of its steps. ``docs/hooks.md`` is printed from
-the table: ``python -m loomserve.platform.engine.hooks``.
+start, with a list of what is gone, and not in one of its steps. The table is ``hooks.toml``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.paths import cache_folder
-from loomserve.platform.engine.hook_table import TABLE, TESTED_VERSIONS, Hook, HookKind
+from loomserve.platform.engine.hook_table import TABLE, TESTED_VERSIONS, Hook
 
 
 class SourceError(LookupError):
@@ -231,36 +230,3 @@ def _named(body: Iterable[ast.stmt]) -> Iterator[str]:
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     given = node.args
     return [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-
-
-def markdown() -> str:
-    """The table as ``docs/hooks.md`` has it."""
-    versions = TESTED_VERSIONS.items()
-    lines = [
-        "# Hooks into vLLM and Ray",
-        "",
-        "What Loomserve subclasses, reads or replaces. Every engine looks it up in the installed",
-        "sources before it starts, and ends with a list of what is gone.",
-        "`python -m loomserve.platform.engine.hooks` prints this page from",
-        "`platform/engine/hook_table.py`; a test compares the two.",
-        "",
-        "| package | pinned, and tested whole | has all hooks, too |",
-        "|---|---|---|",
-        *(f"| `{name}` | {one} | {', '.join(more)} |" for name, (one, *more) in versions),
-        "",
-        "`name|other` has one of two names by the version, and `name?` is not in all versions.",
-        "",
-        *(f"* **{kind}**: {kind.meaning}" for kind in HookKind),
-        "",
-        "| target | members | kind | why | owner |",
-        "|---|---|---|---|---|",
-    ]
-    for hook in TABLE:
-        # In a table a bar ends a cell, in code, too.
-        members = ", ".join(f"`{each}`" for each in hook.members).replace("|", r"\|")
-        lines.append(f"| `{hook.target}` | {members} | {hook.kind} | {hook.why} | `{hook.owner}` |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")
