@@ -22,8 +22,8 @@ from loomserve.deployments.gateway.internal_client import InternalClient
 from loomserve.deployments.gateway.model_front_end import ModelFrontEnd
 from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.deployments.gateway.store_readings import StoreReadings
+from loomserve.platform.base import heap
 from loomserve.platform.base.errors import Unavailable
-from loomserve.platform.base.heap import settle_heap
 from loomserve.platform.config import Elastic
 from loomserve.platform.elastic.metrics import WaitingMetrics
 from loomserve.platform.elastic.waiting_room import AskFor, WaitingRoom
@@ -203,8 +203,8 @@ class ModelFrontEnds:
 
     async def close(self) -> None:
         await self._room.close()
-        self.set_models(())
-        await asyncio.gather(*self._closing)
+        models, self._models = self._models, {}
+        await asyncio.gather(*(model.close() for model in models.values()), *self._closing)
         await self._client.close()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
@@ -223,7 +223,7 @@ def _told_wait(request: ForwardRequest) -> AbstractContextManager[None]:
 async def _close(model: ModelFrontEnd) -> None:
     await model.close()
     del model
-    settle_heap()
+    heap.settle_heap()
 
 
 async def _logged(work: Coroutine[Any, Any, None]) -> None:

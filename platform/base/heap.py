@@ -12,17 +12,25 @@ _MIDDLE = 20
 _OLD = 20
 
 
-def settle_heap() -> None:
+def keep_heap() -> None:
     """Have the collector leave alone what is there now, and look at what comes less often.
 
     What a model's front end is made of, some hundreds of thousands of objects, is gone through
-    again and again otherwise, half a second each time. This takes as long once: it collects first.
-    To be called after something large has come or gone.
+    again and again otherwise, half a second each time. To be called after something large has come;
+    it takes no time.
+    """
+    gc.freeze()
+    gc.set_threshold(_YOUNG, _MIDDLE, _OLD)
+
+
+def settle_heap() -> None:
+    """Collect what was kept and is used no more, and keep the rest.
+
+    To be called after something large has gone: all of the process waits for half a second or more.
     """
     gc.unfreeze()
     gc.collect()
-    gc.freeze()
-    gc.set_threshold(_YOUNG, _MIDDLE, _OLD)
+    keep_heap()
 
 
 def give_back_freed() -> None:

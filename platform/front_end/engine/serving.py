@@ -185,7 +185,7 @@ class ModelServing:
         app = await server_app(llm, self._args, tasks)
         self._models = app.state.openai_serving_models
         self._client.adapters.serve_by(self._models)
-        heap.settle_heap()
+        heap.keep_heap()
         return app
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from loomserve.platform.base.heap import give_back_freed, settle_heap
+from loomserve.platform.base.heap import give_back_freed, keep_heap, settle_heap
 
 
 class Ring:
@@ -28,7 +28,7 @@ def _as_before() -> Iterator[None]:
 
 def test_what_is_there_is_left_alone_until_it_is_settled_again() -> None:
     kept = Ring()
-    settle_heap()
+    keep_heap()
     assert gc.get_freeze_count() > 1000
     gone = weakref.ref(kept)
     del kept
@@ -39,7 +39,7 @@ def test_what_is_there_is_left_alone_until_it_is_settled_again() -> None:
 
 
 def test_what_comes_later_is_still_collected() -> None:
-    settle_heap()
+    keep_heap()
     gone = weakref.ref(Ring())
     gc.collect()
     assert gone() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,8 @@ from loomserve.platform.requests.engine_request import FORWARDED
 from tests.unit.platform.front_end.engine.server import TAKEN, Server
 
 MOST_BYTES = 2**16
+MOST_MEMORY = 64 * 2**20
+"""That all these requests may add to what the process has at once."""
 MOST_S = 0.2
 """Processor time of one request, of all threads."""
 EACH = int(os.environ.get("LOOMSERVE_WRONG_VALUES", "4"))
@@ -80,8 +83,15 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     for path, body in SOUND.items():
         if made.request_classes(path):
             made.ask(path, body)
+    before = peak_memory()
     yield made
     made.close()
+    assert peak_memory() - before <= MOST_MEMORY
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has had."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def fields(server: Server, path: str) -> list[str]:
