@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from loomserve.platform.base.errors import BadRequest
+from loomserve.platform.requests.policy.message_parts import Forms, check_parts, check_tool_calls
 
 MOST_MESSAGES = 2048
 MOST_ITEMS = 1024
@@ -65,25 +66,37 @@ _TYPES: dict[str, type[msgspec.Struct]] = {
 }
 
 
-def check_messages(messages: object) -> None:
-    """Check the form of messages; what is in one is left to vLLM.
+def check_messages(messages: object, forms: Forms) -> None:
+    """Check the form of messages, and of the parts of each.
+
+    Args:
+        messages: anything but a list of them is left to vLLM to refuse.
+        forms: of parts.
 
     Raises:
-        BadRequest: there are too many, or the content of one is neither text nor a list of parts.
+        BadRequest: there are too many, or one is of another form; it is named.
     """
     if not isinstance(messages, list):
         return
     _check_number(messages, "messages", MOST_MESSAGES)
     parts = 0
     for number, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(message, dict):
+            continue
+        where = f"messages[{number}]"
+        if not isinstance(message.get("role", ""), str):
+            raise BadRequest(f"{where}.role must be a text", param=f"{where}.role")
+        content = message.get("content")
         if isinstance(content, list):
             parts += len(content)
+            if parts > MOST_PARTS:
+                raise _too_many("messages", parts, MOST_PARTS, "parts")
+            check_parts(content, f"{where}.content", forms)
         elif not isinstance(content, str | None):
-            param = f"messages[{number}].content"
+            param = f"{where}.content"
             raise BadRequest(f"{param} must be a text, or a list of parts", param=param)
-    if parts > MOST_PARTS:
-        raise _too_many("messages", parts, MOST_PARTS, "parts")
+        if isinstance(calls := message.get("tool_calls"), list):
+            check_tool_calls(calls, f"{where}.tool_calls")
 
 
 def _check_number(items: list[Any], name: str, most: int) -> None:

@@ -76,11 +76,20 @@ def check_grammars(fields: Mapping[str, Any]) -> None:
                 param="structured_outputs",
             )
         _check_structured_outputs(outputs)
+    _check_response_format(fields.get("response_format"))
     for name in _COMPILED:
         if isinstance(fields.get(name), dict):
             _check(fields[name], name)
     if isinstance(tools := fields.get("tools"), list):
         _check_tools(tools)
+
+
+def _check_response_format(form: Any) -> None:
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        named = form.get("json_schema")
+        if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
+            param = "response_format.json_schema.schema"
+            raise BadRequest(f"{param} must be an object, the JSON schema to obey", param=param)
 
 
 def _check_tools(tools: list[Any]) -> None:

@@ -41,7 +41,7 @@ def refused(server: Server, path: str, fields: Any) -> tuple[str, str | None]:
         (CHAT, {"messages": [{"role": "tool", "tool_call_id": "c", "content": {"a": SECRET}}]},
          "messages[0].content"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": [SECRET]}]}]},
-         "messages"),
+         "messages[0].content[0].text"),
         (CHAT, {"messages": [{}] * 2000}, "messages[0].role"),
         (CHAT, {"messages": 5}, "messages"),
         (CHAT, {"messages": [USER], "logprobs": SECRET}, "logprobs"),

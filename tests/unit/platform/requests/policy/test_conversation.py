@@ -14,6 +14,7 @@ from loomserve.platform.requests.policy.conversation import MOST_ITEMS, MOST_MES
 
 RESPONSES = "/v1/responses"
 USER = {"role": "user", "content": "hello"}
+TEXT = {"type": "text", "text": "hello"}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
 
@@ -97,3 +98,82 @@ def test_conversations_are_bounded_and_have_texts_or_parts(path: str, fields: An
         body = json.dumps({"model": "m", **fields, "user": padding}).encode()
         with pytest.raises(BadRequest, match=r"messages|input"):
             EngineRequest.of(path, body).check_conversation(())
+
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+CALLED = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+IMAGE = {"type": "base64", "media_type": "image/png", "data": "AA=="}
+
+
+def says(path: str, message: dict[str, Any], padding: str = "", **fields: Any) -> BadRequest:
+    body = {"model": "m", "messages": [USER, message], "user": padding, "max_tokens": 5, **fields}
+    with pytest.raises(BadRequest) as refused:
+        EngineRequest.of(path, json.dumps(body).encode()).check_conversation(())
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("path", "part", "param"),
+    [
+        (CHAT, {"type": "text"}, ".text"),
+        (CHAT, {"type": "text", "text": None}, ".text"),
+        (CHAT, {"type": "image_url"}, ".image_url"),
+        (CHAT, {"type": "image_url", "image_url": {}}, ".image_url.url"),
+        (CHAT, {"type": "image_url", "image_url": 3}, ".image_url"),
+        (CHAT, {"type": "video_url", "video_url": {"url": 3}}, ".video_url.url"),
+        (CHAT, {"type": "input_audio", "input_audio": {"data": "AA=="}}, ".input_audio.format"),
+        (MESSAGES, {"type": "text"}, ".text"),
+        (MESSAGES, {"type": "image"}, ".source"),
+        (MESSAGES, {"type": "image", "source": {"type": "base64"}}, ".source.data"),
+        (MESSAGES, {"type": "image", "source": {"type": "file", "file_id": "a"}}, ".source.type"),
+        (MESSAGES, {"type": "tool_use", "name": "f", "input": {}}, ".id"),
+        (MESSAGES, {"type": "tool_use", "id": "a", "name": "f", "input": "x"}, ".input"),
+        (MESSAGES, {"type": "tool_result", "content": "x"}, ".tool_use_id"),
+    ],
+)
+def test_a_part_that_lacks_what_its_type_has_is_refused_by_its_place(
+    path: str, part: dict[str, Any], param: str
+) -> None:
+    for padding in ("", "x" * SMALL_BYTES):
+        refused = says(path, {"role": "user", "content": [{**TEXT}, part]}, padding)
+        assert refused.param == f"messages[1].content[1]{param}"
+        assert refused.message.startswith(refused.param)
+        assert part["type"] in refused.message
+
+
+@pytest.mark.parametrize(
+    ("call", "param"),
+    [
+        ({}, ".id"),
+        (7, ""),
+        ({**CALLED, "type": "custom"}, ".type"),
+        ({**CALLED, "function": {"name": "f"}}, ".function.arguments"),
+        ({**CALLED, "function": {"name": "f", "arguments": {}}}, ".function.arguments"),
+    ],
+)
+def test_a_tool_call_that_is_none_is_refused_by_its_place(call: Any, param: str) -> None:
+    refused = says(CHAT, {"role": "assistant", "tool_calls": [CALLED, call]})
+    assert refused.param == f"messages[1].tool_calls[1]{param}"
+
+
+def test_a_role_is_a_text_and_a_system_prompt_has_parts_as_messages_have() -> None:
+    assert says(CHAT, {"role": 3, "content": "x"}).param == "messages[1].role"
+    assert says(MESSAGES, USER, system=[{"type": "text"}]).param == "system[0].text"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (CHAT, {"role": "user", "content": [TEXT, {"text": "no type"}, "text"]}),
+        (CHAT, {"role": "user", "content": [{"type": "image_url", "image_url": None}]}),
+        (CHAT, {"role": "user", "content": [{"type": "unknown"}, {"type": 3}]}),
+        (CHAT, {"role": "assistant", "content": None, "tool_calls": [CALLED]}),
+        (CHAT, {"role": "assistant", "tool_calls": None}),
+        (MESSAGES, {"role": "user", "content": [{"type": "image", "source": IMAGE}]}),
+        (MESSAGES, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}),
+        (MESSAGES, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}),
+    ],
+)
+def test_messages_that_are_sound_pass(path: str, message: dict[str, Any]) -> None:
+    body = {"model": "m", "messages": [message], "max_tokens": 5}
+    EngineRequest.of(path, json.dumps(body).encode()).check_conversation(())
