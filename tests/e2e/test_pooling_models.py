@@ -35,7 +35,7 @@ def write_model(folder: Path, kind: type[transformers.PreTrainedModel], **config
     vocabulary = folder / "vocab.txt"
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     vocabulary.write_text("\n".join(words))
-    transformers.BertTokenizerFast(vocab_file=str(vocabulary)).save_pretrained(folder)
+    transformers.BertTokenizerFast(vocab=str(vocabulary)).save_pretrained(folder)
     torch.manual_seed(0)
     shape = transformers.BertConfig(
         vocab_size=len(words),
