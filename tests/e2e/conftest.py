@@ -41,6 +41,8 @@ COLD = "smollm2-135m-8k"
 OFFLINE = "smollm2-135m-offline"
 
 
+CLIENTS_TIMEOUT = openai.Timeout(600, connect=PATIENCE_S)
+"""OpenAI's client would give a busy machine 5 s to connect."""
 TRUST = httpx.create_ssl_context()
 """Made once: to read all certificates takes 26 ms of a core, and each look has a client."""
 
@@ -61,12 +63,20 @@ class Platform:
     def client(self, key: str | None = None) -> openai.OpenAI:
         http = openai.DefaultHttpxClient(verify=TRUST)
         return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key=key or self.key, max_retries=0, http_client=http
+            base_url=f"{self.url}/v1",
+            api_key=key or self.key,
+            max_retries=0,
+            http_client=http,
+            timeout=CLIENTS_TIMEOUT,
         )
 
     def http(self, token: str | None = None) -> httpx.Client:
         headers = {"Authorization": f"Bearer {token or self.key}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60, verify=TRUST)
+        # A client of a busy machine would else leave its connection for another.
+        kept = httpx.Limits(keepalive_expiry=None)
+        return httpx.Client(
+            base_url=self.url, headers=headers, timeout=60, verify=TRUST, limits=kept
+        )
 
     def admin(self) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.admin_token}"}

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.conftest import COLD, HOT, Platform
+from tests.e2e.conftest import CLIENTS_TIMEOUT, COLD, HOT, Platform
 from tests.e2e.test_admin import wait_for
 from tests.e2e.test_batch import COMPLETIONS, ended, line, lines_of, submit
 from tests.e2e.test_failures import kill_controller
@@ -73,7 +73,10 @@ def test_two_hundred_requests_are_split_by_weight(platform: Platform) -> None:
 
     async def ask() -> Counter[str]:
         async with openai.AsyncOpenAI(
-            base_url=f"{platform.url}/v1", api_key=platform.key, max_retries=0
+            base_url=f"{platform.url}/v1",
+            api_key=platform.key,
+            max_retries=0,
+            timeout=CLIENTS_TIMEOUT,
         ) as client:
             answers = await asyncio.gather(
                 *(

@@ -11,7 +11,7 @@ import openai
 import pytest
 from langchain_openai import ChatOpenAI
 
-from tests.e2e.conftest import COLD, HOT, Platform
+from tests.e2e.conftest import CLIENTS_TIMEOUT, COLD, HOT, Platform
 from tests.e2e.test_admin import model_state, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -21,7 +21,10 @@ CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 def test_both_models_answer_at_once(platform: Platform) -> None:
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(
-            base_url=f"{platform.url}/v1", api_key=platform.key, max_retries=0
+            base_url=f"{platform.url}/v1",
+            api_key=platform.key,
+            max_retries=0,
+            timeout=CLIENTS_TIMEOUT,
         ) as client:
             answers = await asyncio.gather(
                 *(
@@ -242,7 +245,10 @@ def test_request_ids_come_back(platform: Platform) -> None:
 def test_requests_spread_over_the_replicas(platform: Platform) -> None:
     async def ask() -> None:
         async with openai.AsyncOpenAI(
-            base_url=f"{platform.url}/v1", api_key=platform.key, max_retries=0
+            base_url=f"{platform.url}/v1",
+            api_key=platform.key,
+            max_retries=0,
+            timeout=CLIENTS_TIMEOUT,
         ) as client:
             await asyncio.gather(
                 *(
