@@ -35,8 +35,9 @@ from loomserve.platform.front_end.policy.continuation import ContinuationBounds
 from loomserve.platform.front_end.routing import routing_context
 from loomserve.platform.http.client_gone import ClientGoneError, while_connected
 from loomserve.platform.http.held_answer import HeldAnswer, openai_event
-from loomserve.platform.http.ingress.messages import anthropic_event, is_of_messages
+from loomserve.platform.http.ingress.messages import anthropic_event
 from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.requests.policy.fields import is_of_messages
 from loomserve.routers.in_flight import InFlight
 
 _log = logging.getLogger("ray.serve")
@@ -203,8 +204,9 @@ class ModelFrontEnds:
 
     async def close(self) -> None:
         await self._room.close()
-        models, self._models = self._models, {}
-        await asyncio.gather(*(model.close() for model in models.values()), *self._closing)
+        while self._models:
+            self._do(self._models.popitem()[1].close())
+        await asyncio.gather(*self._closing)
         await self._client.close()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:

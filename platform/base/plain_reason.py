@@ -21,12 +21,17 @@ def plain_reason(words: str) -> str:
     return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."
 
 
+def last_line(words: str) -> str:
+    """The last line that says something; empty: none does."""
+    return next((line.strip() for line in reversed(words.splitlines()) if line.strip()), "")
+
+
 def reason_of_traceback(words: str) -> str:
     """The same of a text that may hold whole tracebacks: of its last exception."""
     lines = _COLOURS.sub("", words).splitlines()
     starts = [at for at, line in enumerate(lines) if _LEADING.match(line)]
     if not starts:
-        return plain_reason(next((line for line in reversed(lines) if line.strip()), ""))
+        return plain_reason(last_line(words))
     told = [lines[starts[-1]]]
     for line in lines[starts[-1] + 1 :]:
         if not line.strip() or line.startswith(("Traceback", "  File", "During handling")):

@@ -15,7 +15,7 @@ from loomserve.platform.base.errors import StartError
 from loomserve.platform.nodes.ray_command import (
     LONE_ENVIRONMENT,
     free_ports,
-    last_line,
+    last_line_of,
     lone_command,
     tell_listen_port,
 )
@@ -73,7 +73,7 @@ class LoneRay:
                 raise StartError(f"Ray did not start: its {name} has ended ({self.said(name)})")
         self._find(psutil.Process())
         if missing := [name for name in DAEMONS if name not in self._daemons]:
-            said = last_line(self._log) or f"status {command.returncode}"
+            said = last_line_of(self._log) or f"status {command.returncode}"
             raise StartError(f"Ray did not start: it has no {missing[0]} ({said})")
         return f"{LOOPBACK}:{port}"
 
@@ -94,7 +94,7 @@ class LoneRay:
         files = [logs / f"{name}.{kind}" for kind in ("out", "err")]
         texts = [file.read_text(errors="replace") for file in files if file.exists()]
         why = [line for text in texts for line in _SAYS_WHY.findall(text)]
-        last = [line for line in map(last_line, files) if line]
+        last = [line for line in map(last_line_of, files) if line]
         return (why or last or [f"it said nothing in {logs}"])[-1]
 
     def _find(self, parent: psutil.Process) -> None:

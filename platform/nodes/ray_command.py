@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loomserve.platform.base.plain_reason import last_line
 from loomserve.platform.run.ray_environment import (
     DAEMONS_ENVIRONMENT,
     LOGICAL_CPUS,
@@ -103,9 +104,8 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def last_line(log: Path) -> str:
-    """The last line of a log that says something; none if there is none."""
+def last_line_of(log: Path) -> str:
+    """The last line of a log that says something; empty: none does, or it cannot be read."""
     with contextlib.suppress(OSError):
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-        return next((line for line in reversed(lines) if line), "")
+        return last_line(log.read_text(errors="replace"))
     return ""

@@ -27,15 +27,10 @@ from loomserve.platform.requests.form_body import ClientForm
 from loomserve.platform.requests.media import check_media
 from loomserve.platform.requests.policy.conversation import check_conversation, check_messages
 from loomserve.platform.requests.policy.documents import check_number, sequences, texts_to_compute
-from loomserve.platform.requests.policy.fields import MESSAGES, PLATFORMS_OWN, RESPONSES
+from loomserve.platform.requests.policy.fields import PLATFORMS_OWN, RESPONSES
 from loomserve.platform.requests.policy.grammars import check_grammars
 from loomserve.platform.requests.policy.lists import check_lists
 from loomserve.platform.requests.policy.logprobs import check_logprobs
-from loomserve.platform.requests.policy.message_parts import (
-    ANTHROPIC_PARTS,
-    CHAT_PARTS,
-    check_parts,
-)
 from loomserve.platform.requests.policy.numbers import check_numbers
 from loomserve.platform.requests.policy.obeyed import check_obeyed, thinking
 from loomserve.platform.requests.policy.sequences import (
@@ -178,10 +173,7 @@ class EngineRequest:
         plain = TEXTS_ONLY if self.path == RESPONSES else {*TEXTS_ONLY, "input"}
         texts = {name: text for name, text in self.texts.items() if name not in plain}
         found = {**self.fields, **conversations_in(texts)}
-        forms = ANTHROPIC_PARTS if self.path.startswith(MESSAGES) else CHAT_PARTS
-        check_messages(found.get("messages"), forms)
-        if forms is ANTHROPIC_PARTS and isinstance(system := found.get("system"), list):
-            check_parts(system, "system", forms)
+        check_messages(self.path, found)
         if self.path == RESPONSES:
             check_conversation(found.get("input"))
         check_media(found, media_hosts)

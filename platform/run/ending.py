@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from loomserve.platform.base.errors import LoomserveError
+from loomserve.platform.base.plain_reason import last_line
 
 T = TypeVar("T")
 
@@ -119,5 +120,4 @@ def in_a_paragraph(error: BaseException, where: str = "loomserve --debug shows w
     if isinstance(error, LoomserveError):
         return said
     # Ray's have the traceback of another process before what went wrong.
-    line = next((line for line in reversed(said.splitlines()) if line.strip()), "")
-    return f"{type(error).__name__}: {line.strip()} ({where})"
+    return f"{type(error).__name__}: {last_line(said)} ({where})"

@@ -115,6 +115,10 @@ def free_port() -> int:
             return port
 
 
+CORES = [
+    {"name": "core0", "kind": "cpu", "cores": [0]},
+    {"name": "core1", "kind": "cpu", "cores": [min(1, (os.cpu_count() or 1) - 1)]},
+]
 ENGINE = {
     "max_model_len": 1024,
     "max_num_seqs": 16,
@@ -138,10 +142,7 @@ COLD_MODEL = {
 def platform_config(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
     """The shared platform's; others take what they need of it."""
     return {
-        "devices": [
-            {"name": "core0", "kind": "cpu", "cores": [0]},
-            {"name": "core1", "kind": "cpu", "cores": [min(1, (os.cpu_count() or 1) - 1)]},
-        ],
+        "devices": CORES,
         "models": [
             {
                 "name": HOT,

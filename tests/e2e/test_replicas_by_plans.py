@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import ENGINE, LOOMSERVE, Platform, server_section, started, stream
+from tests.e2e.conftest import CORES, ENGINE, LOOMSERVE, Platform, server_section, started, stream
 from tests.e2e.test_admin import model_state, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -30,10 +29,7 @@ PROMPTS = [f"Tale {number}. Once upon a time" for number in range(6)]
 
 def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
     return {
-        "devices": [
-            {"name": "core0", "cores": [0]},
-            {"name": "core1", "cores": [min(1, (os.cpu_count() or 1) - 1)]},
-        ],
+        "devices": CORES,
         "models": [BALANCED],
         "rebalancing": {
             "folder": "plans",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import ENGINE, Platform, server_section, simulated, started, stream
+from tests.e2e.conftest import CORES, ENGINE, Platform, server_section, simulated, started, stream
 from tests.e2e.test_admin import model_state, wait_for
 from tests.waiting import PATIENCE_S
 
@@ -31,10 +30,7 @@ PROMPTS = [f"Tale {number}. Once upon a time" for number in range(6)]
 
 def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
     return {
-        "devices": [
-            {"name": "core0", "cores": [0]},
-            {"name": "core1", "cores": [min(1, (os.cpu_count() or 1) - 1)]},
-        ],
+        "devices": CORES,
         "models": [
             simulated(
                 {

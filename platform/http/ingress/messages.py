@@ -14,8 +14,6 @@ from starlette.types import Message, Send
 
 from loomserve.platform.http.ingress.exchange import Exchange
 
-MESSAGES = "/v1/messages"
-
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -33,11 +31,6 @@ _COUNTS = re.compile(
     r"maximum context length is (\d+) tokens.* requested (\d+) output tokens"
     r".* contains (at least )?(\d+) input tokens"
 )
-
-
-def is_of_messages(path: str) -> bool:
-    """Whether a path belongs to the Messages API."""
-    return path == MESSAGES or path.startswith(MESSAGES + "/")
 
 
 def anthropic_error(

@@ -27,7 +27,7 @@ from loomserve.platform.http.ingress.body import (
 )
 from loomserve.platform.http.ingress.body_budget import BodyBudget
 from loomserve.platform.http.ingress.exchange import Exchange, choose_request_id
-from loomserve.platform.http.ingress.messages import MessagesExchange, is_of_messages
+from loomserve.platform.http.ingress.messages import MessagesExchange
 from loomserve.platform.http.ingress.paths import Directions, check_segments, in_one_way
 from loomserve.platform.http.ingress.responses import (
     as_request_error,
@@ -36,6 +36,7 @@ from loomserve.platform.http.ingress.responses import (
 from loomserve.platform.http.ingress.slo import parse_slo_ms
 from loomserve.platform.http.ingress.traces import IngressTraces
 from loomserve.platform.requests.endpoints import is_for_clients
+from loomserve.platform.requests.policy.fields import is_of_messages
 
 _log = logging.getLogger("loomserve.ingress")
 FOR_CLIENTS = "loomserve.for_clients"

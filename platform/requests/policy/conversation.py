@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from loomserve.platform.base.errors import BadRequest
-from loomserve.platform.requests.policy.message_parts import Forms, check_parts, check_tool_calls
+from loomserve.platform.requests.policy.fields import is_of_messages
+from loomserve.platform.requests.policy.message_parts import (
+    ANTHROPIC_PARTS,
+    CHAT_PARTS,
+    Forms,
+    check_parts,
+    check_tool_calls,
+)
 
 MOST_MESSAGES = 2048
 MOST_ITEMS = 1024
@@ -66,18 +74,20 @@ _TYPES: dict[str, type[msgspec.Struct]] = {
 }
 
 
-def check_messages(messages: object, forms: Forms) -> None:
-    """Check the form of messages, and of the parts of each.
-
-    Args:
-        messages: anything but a list of them is left to vLLM to refuse.
-        forms: of parts.
+def check_messages(path: str, fields: Mapping[str, Any]) -> None:
+    """Check the form of messages, and of the parts of each; what is no list is left to vLLM.
 
     Raises:
         BadRequest: there are too many, or one is of another form; it is named.
     """
-    if not isinstance(messages, list):
-        return
+    forms = ANTHROPIC_PARTS if is_of_messages(path) else CHAT_PARTS
+    if isinstance(messages := fields.get("messages"), list):
+        _check_messages(messages, forms)
+    if forms is ANTHROPIC_PARTS and isinstance(system := fields.get("system"), list):
+        check_parts(system, "system", forms)
+
+
+def _check_messages(messages: list[Any], forms: Forms) -> None:
     _check_number(messages, "messages", MOST_MESSAGES)
     parts = 0
     for number, message in enumerate(messages):

@@ -16,6 +16,11 @@ TEXT_ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 """Endpoints that generate text."""
 
 
+def is_of_messages(path: str) -> bool:
+    """Whether a path belongs to the Messages API."""
+    return path == MESSAGES or path.startswith(MESSAGES + "/")
+
+
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
