@@ -3,6 +3,9 @@
 ``python -m tests.rings test engines`` runs each part of these rings in a run of pytest, whatever
 came of those before, and tells how long each took. What parts say that run side by side is shown
 once each has ended, and meanwhile how far it is.
+
+A few tests that fail are run once more, alone: a machine that others share may stall anything for
+minutes. Which passed only then is told, for such a test has a limit that it should not have.
 """
 
 from __future__ import annotations
@@ -13,18 +16,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.failures import FAILED_VARIABLE, failed_in
 from tests.forks import collected, forks, processes
 
 ROOT = Path(__file__).parents[1]
 COMPILED = ("platform", "deployments", "routers", "kvstore", "benchmarks", "dashboards")
 _CORES = os.cpu_count() or 1
 _TELL_S = 30.0
+_PLUGIN = ("-p", "tests.failures")
+_MOST_AGAIN = 3
+"""Tests of a part: where more fail, it is not for a neighbour."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    passed: bool
+    took_s: float
+    failed: tuple[str, ...] = ()
+    """Names of tests."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +54,8 @@ class Part:
     imports_tests: bool = False
     """Whether these processes are forked from one that has imported the tests."""
 
-    def run(self, output: Path | None = None) -> tuple[int, float]:
-        """Pytest's exit status, and the seconds that it took.
+    def run(self, output: Path | None = None) -> Outcome:
+        """Run its tests.
 
         Args:
             output: a file for what pytest says; None: the terminal's.
@@ -49,13 +64,23 @@ class Part:
         with (
             collected(self.folders) if self.imports_tests else nullcontext() as environment,
             output.open("w") if output else nullcontext() as out,
+            tempfile.TemporaryDirectory() as folder,
         ):
-            ended = subprocess.run(self.command, stdout=out, env=environment, check=False)
-        return ended.returncode, time.monotonic() - began
+            file = Path(folder) / "failed"
+            given = (environment or dict(os.environ)) | {FAILED_VARIABLE: str(file)}
+            ended = subprocess.run(self.command, stdout=out, env=given, check=False)
+            failed = failed_in(file)
+        return Outcome(ended.returncode == 0, time.monotonic() - began, (*failed,))
+
+    def again(self, tests: Sequence[str]) -> bool:
+        """Whether these of its tests pass one after the other, while nothing else runs."""
+        print(f"== {self.name}, alone once more: {', '.join(tests)}", flush=True)
+        command = [sys.executable, "-m", "pytest", *tests]
+        return subprocess.run(command, check=False).returncode == 0
 
     @property
     def command(self) -> list[str]:
-        pytest = [sys.executable, "-m", "pytest", "-m", self.select, *self.options]
+        pytest = [sys.executable, "-m", "pytest", *_PLUGIN, "-m", self.select, *self.options]
         several = processes(self.processes) if self.processes else []
         return [*pytest, *several, *self.folders]
 
@@ -109,9 +134,10 @@ def main(names: list[str]) -> int:
     with subprocess.Popen(compiled, cwd=ROOT) as compiling, forks():
         compiling.wait()
         for name in names:
-            for part, (status, took_s) in run(RINGS[name]).items():
-                told.append(f"{part}: {'failed' if status else 'passed'} in {took_s:.0f} s")
-                failed |= status != 0
+            for part, ended in run(RINGS[name]).items():
+                passed, said = _passed(part, ended)
+                told.append(f"{part.name}: {said} in {ended.took_s:.0f} s")
+                failed |= not passed
     told.append(
         f"all {'failed' if failed else 'passed'} in {round(time.monotonic() - all_began)} s"
     )
@@ -119,9 +145,16 @@ def main(names: list[str]) -> int:
     return int(failed)
 
 
-def run(lanes: tuple[Lane, ...]) -> dict[str, tuple[int, float]]:
-    """Run lanes side by side; returns the exit status and the seconds of each part."""
-    ended = dict[str, tuple[int, float]]()
+def _passed(part: Part, ended: Outcome) -> tuple[bool, str]:
+    """Whether it did, and what is to be told of it."""
+    if not ended.passed and 0 < len(ended.failed) <= _MOST_AGAIN and part.again(ended.failed):
+        return True, f"passed, but only alone {', '.join(ended.failed)},"
+    return ended.passed, "passed" if ended.passed else "failed"
+
+
+def run(lanes: tuple[Lane, ...]) -> dict[Part, Outcome]:
+    """Run lanes side by side; returns what came of each part."""
+    ended = dict[str, Outcome]()
 
     def follow(lane: Lane, folder: Path | None = None) -> None:
         for part in lane:
@@ -129,10 +162,10 @@ def run(lanes: tuple[Lane, ...]) -> dict[str, tuple[int, float]]:
                 print(f"== {part.name}", flush=True)
             ended[part.name] = part.run(folder and folder / part.name)
 
+    parts = [part for lane in lanes for part in lane]
     if len(lanes) == 1:
         follow(lanes[0])
-        return ended
-    order = [part.name for lane in lanes for part in lane]
+        return {part: ended[part.name] for part in parts}
     with ThreadPoolExecutor(len(lanes)) as pool, tempfile.TemporaryDirectory() as folder:
         left = {pool.submit(follow, lane, Path(folder)) for lane in lanes}
         while left:
@@ -140,7 +173,7 @@ def run(lanes: tuple[Lane, ...]) -> dict[str, tuple[int, float]]:
             _show(Path(folder), ended)
             for each in done:
                 each.result()
-    return {name: ended[name] for name in order}
+    return {part: ended[part.name] for part in parts}
 
 
 def _show(folder: Path, ended: Container[str]) -> None:

@@ -391,7 +391,12 @@ def carry_out(platform: Platform, action: dict[str, Any]) -> str:
     assert made.status_code == 201, made.text
     plan = made.json()["plan"]["id"]
     post(platform, f"plans/{plan}/apply").raise_for_status()
-    wait_for(lambda: plan_status(platform, plan)[1] in {"settling", "done"}, 120)
+
+    def step() -> Any:
+        return get(platform, f"plans/{plan}")["steps"][0]
+
+    wait_for(lambda: step()["status"] not in {"pending", "running"}, 120, step)
+    assert step()["status"] in {"settling", "done"}, step()
     return str(plan)
 
 

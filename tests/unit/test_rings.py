@@ -176,6 +176,33 @@ def test_each_part_is_run_and_its_time_told_whatever_came_of_those_before(
     assert rings.main(["another"]) == 0
 
 
+def test_few_tests_that_fail_are_run_again_alone_which_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    test = tmp_path / "test_it.py"
+    test.write_text(
+        "import pathlib, pytest\n"
+        "@pytest.mark.xdist_group('one')\n"
+        "@pytest.mark.parametrize('name', ['a', 'b@c', 'd'])\n"
+        "def test_it(name):\n"
+        "    runs = pathlib.Path(__file__).with_name(name)\n"
+        "    again = runs.exists()\n"
+        "    runs.touch()\n"
+        "    assert again or name == 'a'\n"
+    )
+    part = Part("it", "not slow", (str(tmp_path),), 1, rings.GROUPS)
+    monkeypatch.setattr(rings, "RINGS", {"ring": ((part,),)})
+    monkeypatch.setattr(rings, "COMPILED", ("dashboards",))
+    monkeypatch.setattr(rings, "forks", nullcontext)
+    assert rings.main(["ring"]) == 0
+    (said,) = re.findall(r"^== it: (.*) in \d+ s$", capfd.readouterr().out, re.MULTILINE)
+    assert re.fullmatch(r"passed, but only alone \S*\[b@c\], \S*\[d\],", said)
+    monkeypatch.setattr(rings, "_MOST_AGAIN", 1)
+    for runs in ("b@c", "d"):
+        (tmp_path / runs).unlink()
+    assert rings.main(["ring"]) == 1
+
+
 def test_a_group_of_tests_stays_in_one_process(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import os, pathlib, pytest\n"
@@ -185,7 +212,7 @@ def test_a_group_of_tests_stays_in_one_process(tmp_path: Path) -> None:
         "    pathlib.Path(__file__).with_name(f'{os.getpid()}.pid').touch()\n"
     )
     ((_, part, _),) = rings.RINGS["engines"]
-    assert Part("it", "not slow", (str(tmp_path),), 2, part.options).run()[0] == 0
+    assert Part("it", "not slow", (str(tmp_path),), 2, part.options).run().passed
     assert len([*tmp_path.glob("*.pid")]) == 1
 
 

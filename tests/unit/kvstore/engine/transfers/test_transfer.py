@@ -93,7 +93,7 @@ class Engine:
         number: int,
         stream: HostStream | None = None,
         # More than in service, so that a busy machine does not look like a store away.
-        timeout_ms: int = 2000,
+        timeout_ms: int = round(1000 * PATIENCE_S),
         make: Callable[[Mapping[str, torch.Tensor]], KvMemory] = KvMemory,
     ) -> None:
         self.caches = random_caches(number)
@@ -453,10 +453,13 @@ def test_loads_one_after_the_other_wait_for_their_own_bytes(
         assert other.loader.finish() == ({3} if turn % 3 == 0 else set())
 
 
-def test_without_a_store_engines_neither_hang_nor_raise(store: Store) -> None:
-    one, other = Engine(store, 1, timeout_ms=100), Engine(store, 2, timeout_ms=100)
-    one.save([save_of("a", [0, 1])])
-    store.settled()
+def test_without_a_store_engines_neither_hang_nor_raise(
+    store: Store, engines: tuple[Engine, Engine]
+) -> None:
+    computed = engines[0]
+    computed.save([save_of("a", [0, 1])])
+    saved(computed.saver, store)
+    one, other = (Engine(store, engine, timeout_ms=100) for engine in (3, 4))
     load = store.load(chain("a", 2), [8, 9])
     store.server.stop()
     begin = time.monotonic()
@@ -464,7 +467,7 @@ def test_without_a_store_engines_neither_hang_nor_raise(store: Store) -> None:
         one.save([save_of("b", [2, 3])])
         # Leased before the store went, and still whole.
         assert other.load([load]) == set()
-    assert torch.equal(other.caches[:, [8, 9]], one.caches[:, [0, 1]])
+    assert torch.equal(other.caches[:, [8, 9]], computed.caches[:, [0, 1]])
     assert time.monotonic() - begin < PATIENCE_S
     one.close()
     other.close()
