@@ -8,17 +8,17 @@ from __future__ import annotations
 
 CLAIMS = {
     "adapters": "LoRA adapters, asked for by name as models",
-    "continuation": "A stream goes on, with the same tokens, when its engine is killed",
+    "continuation": "When it is killed, hangs or is drained, another replica goes on with the same tokens",
     "embeddings": "`demo:all-minilm-l6-v2` embeds",
-    "heads": "An operator's moves pause streams for",
-    "kv from memory": "blocks of prompts outlive the engine that computed them, in shared memory",
-    "kv from SSD": "in shared memory and on\n  SSD",
+    "heads": "lending: requests' attention, heads, layers",
+    "kv from memory": "Blocks go to shared memory and SSD, and outlive their engine",
+    "kv from SSD": "Blocks go to shared memory and SSD, and outlive their engine",
     "layers": "lending: requests' attention, heads, layers",
-    "lending": "a hot model's attention runs on a cold model's device",
+    "lending": "stores part of a busy model's KV cache and computes attention over it",
     "offline batch": "offline models, in static batches",
     "openai": "OpenAI API: chat, completions",
     "pipeline": "one model over several devices",
-    "prefill and decode": "Prefill and decode on replicas of their own",
+    "prefill and decode": "with prefill and decode on replicas of their own",
     "sleep and wake": "models that sleep and load on demand",
     "swap and fair queue": "fair and deadline queues, preemption by swap or recomputation",
 }

@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.browser import DESKTOP, browser, log_in, open_page, picture, tab
 from tests.e2e.conftest import ENGINE, LOOMSERVE, Platform, serving, started
 from tests.e2e.test_admin import model_state, wait_for
 from tests.forks import descendants
@@ -144,6 +145,19 @@ def test_a_loan_is_opened_by_itself_and_seen_on_both_sides(platform: Platform) -
     assert platform.metric("loomserve_lending_lent_blocks", model=LENDER, borrower=BORROWER) > 0
     (replica,) = model_state(platform, BORROWER)["replicas"]
     assert [each["name"] for each in replica["borrowing"]["loans"]] == [loan["name"]]
+
+
+def test_the_console_shows_a_loan_at_work(platform: Platform) -> None:
+    wait_for_loan(platform)
+    with streaming(platform) as answers:
+        with browser() as running, tab(running, platform.url, **DESKTOP) as page:
+            log_in(page, platform.admin_token)
+            open_page(page, "fleet", "Fleet")
+            page.get_by_role("row").filter(
+                has_text=re.compile(f"{BORROWER}.*{LENDER}")
+            ).get_by_text(re.compile(r"KV: [1-9]\d* of \d+ blocks")).wait_for()
+            picture(page, "loan")
+        assert len(answers()) == len(PROMPTS)
 
 
 @pytest.mark.claim("lending")
