@@ -19,7 +19,6 @@ THEIRS = {  # vLLM's
     *("AsyncLLM", "EngineCoreOutputs", "EngineCoreProc", "EngineCoreRequest"),
     "KVConnectorBase_V1",
 }
-RENAMED = ROOT / "docs/renamed.md"
 
 
 @pytest.fixture(params=PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -51,8 +50,6 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_every_path_of_the_tree_is_there(page: Path) -> None:
-    if page == RENAMED:
-        return
     named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`", text_of(page))
     assert [path for path in named if not (ROOT / path).exists()] == []
 
