@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 """How long a test waits for what comes at once where nobody else is busy: far longer than it takes
 where others have most of the cores, so that only who waits for ever fails."""
 _LOOK_S = 0.01
