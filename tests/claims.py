@@ -8,7 +8,7 @@ from __future__ import annotations
 
 CLAIMS = {
     "adapters": "LoRA adapters, asked for by name as models",
-    "continuation": "When it is killed, hangs or is drained, another replica goes on with the same tokens",
+    "continuation": "another replica goes on with the same tokens",
     "embeddings": "`demo:all-minilm-l6-v2` embeds",
     "heads": "lending: requests' attention, heads, layers",
     "kv from memory": "Blocks go to shared memory and SSD, and outlive their engine",
