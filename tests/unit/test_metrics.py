@@ -396,9 +396,11 @@ def test_rebalancings_figures_are_shown_while_the_controller_answers(
     assert value(registry, "loomserve_rebalancing_up", {}) == 0
 
 
-def test_the_catalog_lists_every_metric_with_its_labels(
-    registry: CollectorRegistry, metrics: GatewayMetrics
-) -> None:
+def page_of_everything() -> str:
+    """A metrics page with a sample of each metric that there is."""
+    registry = CollectorRegistry()
+    metrics = GatewayMetrics(registry)
+    metrics.set_models({"chat": ["r1"]})
     use_everything(metrics)
     keys = KeyMetrics(registry)
     keys.used("alice", 1, 2)
@@ -429,9 +431,12 @@ def test_the_catalog_lists_every_metric_with_its_labels(
     )
     preemptions.observe({}, ("demo",))
     engines_page = text_of(of_engine) + ScheduledRequestMetrics().page(oldest_waiting_s=0)
-    page = merge([({}, text_of(registry)), (engine, engines_page)])
+    return merge([({}, text_of(registry)), (engine, engines_page)])
+
+
+def test_the_catalog_lists_every_metric_with_its_labels() -> None:
     exported: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(page):
+    for family in text_string_to_metric_families(page_of_everything()):
         name = family.name + ("_total" if family.type == "counter" else "")
         if not name.endswith("_created"):
             labels = {label for sample in family.samples for label in sample.labels}

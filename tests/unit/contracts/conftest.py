@@ -1,0 +1,18 @@
+"""The platform that all recordings are of: it is started once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.contracts.fleet import WholePlatform, whole_platform
+
+
+@pytest.fixture(scope="package")
+def whole(
+    tmp_path_factory: pytest.TempPathFactory, _folder_of_a_run: Path
+) -> Iterator[WholePlatform]:
+    with whole_platform(tmp_path_factory.mktemp("whole"), _folder_of_a_run) as platform:
+        yield platform
