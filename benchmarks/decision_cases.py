@@ -19,7 +19,6 @@ from loomserve.deployments.gateway.replica_choice import ReplicaChoice
 from loomserve.platform.base.heap import settle_heap
 from loomserve.platform.config import Router
 from loomserve.platform.config.rebalancing import Rebalancing
-from loomserve.platform.config.router import RoutingPolicy
 from loomserve.platform.front_end.routing import RoutingRequest
 from loomserve.platform.placement.policy.graph import Demand, DeviceNode, Graph
 from loomserve.platform.placement.policy.helr import MODES, place
@@ -62,7 +61,7 @@ class Fleet:
     One of a hundred drains, and one request of ten has failed on a replica.
     """
 
-    def __init__(self, replicas: int, policy: RoutingPolicy) -> None:
+    def __init__(self, replicas: int, policy: str) -> None:
         self._rng = random.Random(0)
         self.ids = [f"{number:04x}-replica" for number in range(replicas)]
         self.ledger = InFlight()
@@ -127,7 +126,7 @@ class Fleet:
             self.table.report(id_, stats)
 
 
-def decisions(replicas: int, policy: RoutingPolicy, most: int, most_s: float) -> list[float]:
+def decisions(replicas: int, policy: str, most: int, most_s: float) -> list[float]:
     """Microseconds of decisions, from a request with its tokens to its booking."""
     fleet = Fleet(replicas, policy)
     settle_heap()  # as in a front end

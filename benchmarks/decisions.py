@@ -18,14 +18,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from benchmarks.report import Spread, percentile
 from benchmarks.result_files import machine, publish
-from loomserve.platform.config.router import RoutingPolicy
+from loomserve.platform.config import router
 
 HERE = Path(__file__).parents[1]
-POLICIES: tuple[str, ...] = get_args(RoutingPolicy)
+POLICIES = tuple(router.POLICIES)
 REPLICAS = (10, 100, 1_000)
 PROPOSE = {
     "64": {"devices": 64, "a_node": 64, "least_gain": 0.05},

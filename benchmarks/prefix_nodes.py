@@ -34,12 +34,11 @@ from loomserve.kvstore.index.directory import Directory
 from loomserve.kvstore.index.eviction import cost
 from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.index.journal import ChangeList
-from loomserve.platform.config.router import RoutingPolicy
 from loomserve.platform.state import Pace, ReplicaLoad
 from loomserve.platform.state.roles import Role
 from loomserve.routers.in_flight import InFlight
-from loomserve.routers.policies.kv_travel import KvLink
-from loomserve.routers.policy_choice import NodesKv, ReplicaChooser
+from loomserve.routers.policy import KvLink, NodesKv
+from loomserve.routers.policy_choice import ReplicaChooser
 from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.table import ReplicaTable
 from loomserve.routers.ticket import RoutingTicket
@@ -143,7 +142,7 @@ class Fleet:
 
     nodes: int
     blocks: int
-    policy: RoutingPolicy
+    policy: str
     link: KvLink
     hits: int = 0
     fetched: int = 0
@@ -215,7 +214,7 @@ def arms(
     prompts: Sequence[Prompt], nodes: int, shares: Sequence[float], gb_per_s: Sequence[float]
 ) -> Iterator[dict[str, Any]]:
     asked, different = sum(each.blocks for each in prompts), different_blocks(prompts)
-    policies: tuple[RoutingPolicy, ...] = ("prefix_aware", "load_aware")
+    policies = ("prefix_aware", "load_aware")
     for rate in gb_per_s:
         for share in shares:
             for policy in policies:

@@ -25,7 +25,7 @@ from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state.roles import Role
 from loomserve.routers.in_flight import InFlight
-from loomserve.routers.policy_choice import NodesKv
+from loomserve.routers.policy import NodesKv
 from loomserve.routers.table import ReplicaTable
 
 _log = logging.getLogger("ray.serve")

@@ -17,7 +17,8 @@ from loomserve.platform.tracing import RequestTrace
 from loomserve.routers.base import Decision
 from loomserve.routers.block_keys import token_keys
 from loomserve.routers.in_flight import InFlight
-from loomserve.routers.policy_choice import NodesKv, ReplicaChooser
+from loomserve.routers.policy import NodesKv
+from loomserve.routers.policy_choice import ReplicaChooser
 from loomserve.routers.table import ReplicaTable
 from loomserve.routers.ticket import RoutingTicket
 
@@ -86,7 +87,9 @@ class ReplicaChoice:
         """
         self._model = model
         self._policy = router.policy
-        self._chooser = ReplicaChooser(model, router.policy, table, load_limit=router.load_limit)
+        self._chooser = ReplicaChooser(
+            model, router.policy, table, load_limit=router.load_limit, options=router.options
+        )
         self._ledger = ledger
         self._metrics = metrics
         self._table = table

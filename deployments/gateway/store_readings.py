@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from loomserve.deployments.kvstore.stores import Stores, read_usages
 from loomserve.platform.base.periodic import every
-from loomserve.routers.policies.kv_travel import KvLink
+from loomserve.routers.policy import KvLink
 
 _log = logging.getLogger("ray.serve")
 

@@ -14,14 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loomserve.routers.base import Floats, Ints
-
-
-@dataclass(frozen=True)
-class KvLink:
-    """What fetches between two nodes take, as measured: seconds to begin, then bytes a second."""
-
-    setup_s: float
-    bytes_per_s: float
+from loomserve.routers.policy import KvLink
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from loomserve.routers.base import Candidates, Choice, least
+from loomserve.routers.policy import RoutedRequest, RoutingPolicy
 
 
 def pick(candidates: Candidates, *, load_limit: float) -> Choice:
@@ -27,3 +28,8 @@ def pick(candidates: Candidates, *, load_limit: float) -> Choice:
     if utilisation[place] < load_limit:
         return Choice(place, "least_loaded")
     return Choice(least(queue_length, utilisation), "shortest_queue")
+
+
+class LoadAware(RoutingPolicy):
+    def pick(self, candidates: Candidates, request: RoutedRequest) -> Choice:
+        return pick(candidates, load_limit=self.model.load_limit)

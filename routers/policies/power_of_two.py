@@ -5,9 +5,15 @@ from __future__ import annotations
 import random
 
 from loomserve.routers.base import Candidates, Choice
+from loomserve.routers.policy import RoutedRequest, RoutingPolicy
 
 
 def pick(candidates: Candidates, *, rng: random.Random) -> Choice:
     """Of two different random replicas, the one with the shorter queue; a tie falls to chance."""
     two = rng.sample(range(len(candidates)), k=min(2, len(candidates)))
     return Choice(min(two, key=candidates.queue_length.__getitem__), "power_of_two")
+
+
+class PowerOfTwo(RoutingPolicy):
+    def pick(self, candidates: Candidates, request: RoutedRequest) -> Choice:
+        return pick(candidates, rng=self.model.rng)

@@ -42,7 +42,6 @@ from tests.unit.platform.fleet.heartbeats import borrowing, loan, report
 from tests.waiting import PATIENCE_S, within
 
 ADMIN, ALICE = "sk-admin", "sk-alice"
-LIVE = ("chat", "mail")
 _LAYER = "model.layers.0.self_attn"
 _OF_ADAPTER = {f"{_LAYER}.q_proj.weight": (576, 576), f"{_LAYER}.v_proj.weight": (192, 576)}
 
@@ -191,11 +190,8 @@ def whole_platform(folder: Path, run: Path) -> Iterator[WholePlatform]:
     store = StoreActor(options.model_dump(mode="json"))
     assert store.problem() is None
     write(options, "org/hot")
-    really = {f"model:{name}@" for name in LIVE}
     try:
-        with OneProcessServe(
-            folder, lambda app: "@" not in app or app.rpartition("@")[0] + "@" in really
-        ):
+        with OneProcessServe(folder, starts=lambda app: not app.startswith("model:org")):
             replicas = {model.name: 1 for model in config.models} | {"org/cold": 2}
             controller = run_platform(config, replicas, "internal", str(folder), options, {})
             platform = WholePlatform(controller, port, folder, _reports(config, folder))

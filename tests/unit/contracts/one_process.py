@@ -64,11 +64,7 @@ class OneProcessServe:
     """Takes Ray's place in this process while it is entered."""
 
     def __init__(self, folder: Path, starts: Callable[[str], bool]) -> None:
-        """
-        Args:
-            folder: Ray's.
-            starts: whether an application of this name is really started; else it only seems so.
-        """
+        """``starts``: whether an application of this name is started, or only seems to be."""
         self.loop = asyncio.new_event_loop()
         self.running: dict[str, Any] = {}
         self._apps: dict[str, ApplicationStatus] = {}

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 UPDATE_VARIABLE = "UPDATE_RECORDINGS"
 COMMAND = f"{UPDATE_VARIABLE}=1 .venv/bin/python -m pytest tests/unit/contracts"
 _FOLDER = Path(__file__).parent / "recorded"
@@ -77,3 +79,18 @@ def check(name: str, found: Any) -> None:
         f"What users see has changed ({path.name}). If that is meant, renew the recording and "
         f"commit it:\n    {COMMAND}\n{told}"
     )
+
+
+def families(page: str) -> dict[str, Any]:
+    """Families of a metrics page: type, help and labels of each."""
+    return {
+        family.name: {
+            "type": family.type,
+            "help": family.documentation,
+            "samples": sorted(
+                {f"{one.name}{{{','.join(sorted(one.labels))}}}" for one in family.samples}
+            ),
+        }
+        for family in text_string_to_metric_families(page)
+        if not family.name.startswith(("python_", "process_"))
+    }

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from prometheus_client import generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.contracts.fleet import ADMIN, ALICE, WholePlatform
+from tests.unit.contracts.recordings import families
 from tests.waiting import within
 
 Told = dict[str, Any]
@@ -241,21 +241,6 @@ def metrics(whole: WholePlatform) -> Told:
     own = generate_latest().decode()
     found = families(whole.ask("GET", "/metrics", key=ADMIN)["body"])
     return {name: found[name] for name in found.keys() - families(own).keys()}
-
-
-def families(page: str) -> Told:
-    """Likewise, of any page."""
-    return {
-        family.name: {
-            "type": family.type,
-            "help": family.documentation,
-            "samples": sorted(
-                {f"{one.name}{{{','.join(sorted(one.labels))}}}" for one in family.samples}
-            ),
-        }
-        for family in text_string_to_metric_families(page)
-        if not family.name.startswith(("python_", "process_"))
-    }
 
 
 COURSE = (seen_by_operators, batches, changed_by_operators, answers, metrics)

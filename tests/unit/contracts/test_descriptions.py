@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from loomserve.platform.cli.main import app
 from loomserve.platform.config import Config
 from loomserve.platform.config.reference import describe
-from tests.unit.contracts.recordings import check
-from tests.unit.contracts.story import families
+from tests.unit.contracts.recordings import check, families
 from tests.unit.deployments.gateway.test_admin import built
 from tests.unit.test_metrics import page_of_everything
 

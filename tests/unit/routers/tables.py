@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from loomserve.routers.in_flight import InFlight
 from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.table import ReplicaTable
+
+RoutingPolicy = Literal["load_aware", "round_robin", "power_of_two", "prefix_aware"]
+"""The platform's own."""
 
 
 def reported(ledger: InFlight, reports: Mapping[str, RoutingStats | None]) -> ReplicaTable:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.routers.policies.kv_travel import KvLink, KvLinks, tokens_to_compute
+from loomserve.routers.policies.kv_travel import KvLinks, tokens_to_compute
+from loomserve.routers.policy import KvLink
 
 FAST, SLOW = KvLink(0.001, 1e9), KvLink(0.001, 1e6)
 NODES = ("a", "b", "c")
