@@ -109,6 +109,7 @@ class WholePlatform:
             self._controller.report.remote(each).result(PATIENCE_S)
 
     def is_ready(self) -> bool:
+        self.hear()
         return self.ask("GET", "/ready")["status"] == 200
 
 
@@ -176,7 +177,7 @@ def _reports(config: Config, folder: Path) -> list[Heartbeat]:
 def whole_platform(folder: Path, run: Path) -> Iterator[WholePlatform]:
     environment, patches = dict(os.environ), pytest.MonkeyPatch()
     # However long a busy machine has replicas wait for a core.
-    patches.setattr(registry, "HEARTBEAT_EXPIRES_S", PATIENCE_S)
+    patches.setattr(registry, "HEARTBEAT_EXPIRES_S", 10 * PATIENCE_S)
     os.environ |= {RUN_VARIABLE: str(run), "LOOMSERVE_HOME": str(folder / "home")}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -195,8 +196,7 @@ def whole_platform(folder: Path, run: Path) -> Iterator[WholePlatform]:
             replicas = {model.name: 1 for model in config.models} | {"org/cold": 2}
             controller = run_platform(config, replicas, "internal", str(folder), options, {})
             platform = WholePlatform(controller, port, folder, _reports(config, folder))
-            platform.hear()
-            within(30, platform.is_ready)
+            within(180, platform.is_ready)
             yield platform
             platform.http.close()
     finally:
