@@ -26,9 +26,10 @@ _OTHERWISE_EACH_TIME = {
     "in_progress_at", "cancelled_at", "cancelling_at", "measured_at", "at", "uptime_s", "age_s",
     "idle_s", "ended", "from", "to", "memory_bytes", "step_time_s", "kv_cache_usage",
     "oldest_waiting_s", "attention_s", "linear_s", "prefill_s", "weighted_turnaround",
+    "requests", "tokens", "running", "waiting", "in_flight",
     "vllm", "ray", "python", "loomserve", "eta_s", "device_seconds",
 }  # fmt: skip
-"""Names of fields with clocks, processes and versions in them."""
+"""Names of fields with clocks, processes, versions, or what a replica said at some moment."""
 _IDS = (
     (re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b"), "ID"),
     (re.compile(r"\b\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)?"), "TIME"),
@@ -50,7 +51,7 @@ def masked(value: Any, name: str = "", places: Mapping[str, str] | None = None) 
         case dict():
             return {key: masked(each, key, places) for key, each in value.items()}
         case list():
-            return [masked(each, name, places) for each in value]
+            return [masked(each, "", places) for each in value]
         case None | bool():
             return value
         case float() if name in _OTHERWISE_EACH_TIME or value * 64 % 1:
