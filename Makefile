@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve performance dashboards test test-engines test-all quick lint typecheck format bench-overhead bench-steps bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-documents bench-pd bench-adaptive bench-slo bench-deadlines bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-rebalance-replicas bench-continue bench-start bench-elastic bench-decisions check-batch check-day gpu-check gpu-bundle image image-base check-image hashes sbom clean
+.PHONY: help install serve performance dashboards test test-engines test-all quick lint typecheck format bench-overhead bench-steps bench-front-end bench-store bench-prefix bench-documents bench-pd bench-adaptive bench-deadlines bench-weave bench-migrate bench-rebalance bench-continue bench-start bench-elastic bench-decisions gpu-check gpu-bundle image image-base check-image hashes sbom clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,18 +53,6 @@ bench-front-end: install ## measure how many tokens one front end passes on, on 
 bench-store: install ## measure the KV store against memory and disk
 	@$(PYTHON) -m benchmarks.store
 
-bench-nodes: install ## measure what clients see when a node of a cluster loses its power
-	@$(PYTHON) -m benchmarks.nodes
-
-bench-prefix-nodes: install ## simulate the prefix hits of several nodes' KV stores (TRACE=...)
-	@$(PYTHON) -m benchmarks.prefix_nodes --trace "$(TRACE)"
-
-bench-nodes-kv: install ## measure what blocks of another node take
-	@$(PYTHON) -m benchmarks.nodes_kv
-
-bench-transfer: install ## measure what of the KV store's transfers is hidden, and plot it
-	@$(PYTHON) -m benchmarks.transfer --plot docs/transfer.svg
-
 bench-prefix: install ## measure what the KV store gains on shared prefixes
 	@$(PYTHON) -m benchmarks.prefix
 
@@ -77,41 +65,17 @@ bench-pd: install ## measure what separating prefill from decode gains or costs
 bench-adaptive: install ## measure what swapping by cost and fair queues gain where memory is short
 	@$(PYTHON) -m benchmarks.adaptive
 
-bench-batching: install ## measure what policies of static batches gain
-	@$(PYTHON) -m benchmarks.batching
-
-bench-slo: install ## measure what queues gain from predicted lengths where requests have deadlines
-	@$(PYTHON) -m benchmarks.slo
-
 bench-deadlines: install ## measure what they, and refusals, gain through the platform
 	@$(PYTHON) -m benchmarks.deadlines
-
-bench-ring: install ## measure what a lent task costs beyond its attention
-	@$(PYTHON) -m benchmarks.ring
 
 bench-weave: install ## measure what a hot model gains from a cold one that computes its attention
 	@$(PYTHON) -m benchmarks.weave
 
-bench-lent-share: install ## measure what share of a hot model's attention should be lent, and plot it
-	@$(PYTHON) -m benchmarks.lent_share --plot docs/lent_share.svg
-
-bench-lending-exactness: install ## compare 500 answers with and without lenders that are killed
-	@$(PYTHON) -m benchmarks.lending_exactness
-
-bench-batch-dependence: install ## count the answers that depend on who is computed with them
-	@$(PYTHON) -m benchmarks.batch_dependence
-
 bench-migrate: install ## measure how long streams pause when attention heads or layers move
 	@$(PYTHON) -m benchmarks.migrate
 
-bench-helr: install ## measure what HELR's division of layers gains over unequal cores
-	@$(PYTHON) -m benchmarks.helr
-
 bench-rebalance: install ## measure what the controller gains while the popularity of models shifts
 	@$(PYTHON) -m benchmarks.rebalance
-
-bench-rebalance-replicas: install ## measure what it gains by replicas, where nothing can be lent
-	@$(PYTHON) -m benchmarks.rebalance_replicas
 
 bench-continue: install ## measure what clients see when engines are killed, stopped and drained
 	@$(PYTHON) -m benchmarks.continuation
@@ -124,12 +88,6 @@ bench-start: install ## measure how long engines take to start, beside vLLM's ow
 
 bench-decisions: install ## measure decisions of routing, rebalancing and placement at 10 to 1,000
 	@$(PYTHON) -m benchmarks.decisions
-
-check-batch: install ## kill the batch lane again and again, and see that each line is answered once
-	@$(PYTHON) -m benchmarks.batch_kill
-
-check-day: install ## twenty minutes of bursts, moves and failures; see that no answer changes and no alert is false
-	@$(PYTHON) -m benchmarks.day --plot docs/day.svg $(if $(shell command -v prometheus),--alerts --dashboard docs/dashboards.svg)
 
 performance: install ## make the pages' figures from the files of results that they cite
 	@$(PYTHON) -m benchmarks.pages

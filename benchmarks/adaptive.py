@@ -1,73 +1,34 @@
 """What do swapping or recomputing by cost, and fair queues, gain where memory is short?
 
-AdaptiveLLM's setting (section 4), scaled to a small machine: the paper's 2,048 tokens of KV memory
-and 1,024 of swap space, all requests sent at once, answers of at most 64 to 256 tokens, and three
-sets of lengths. Arms, with the same engine flags, serve the same lengths one after the other on one
-core: stock vLLM, which recomputes what it preempts, and once more with the memory of the others'
-swap space as KV memory; "swap", which always swaps, first come, first served, and starts only what
-swap space can take (the paper's vLLM_s); and "adaptive", which chooses by predicted costs and
-serves by fairness. Its parts stand apart: adaptive first come, first served, without predictions,
-and without one of its switches (:mod:`benchmarks.adaptive_arms`).
-
-Every arm answers the same prompts, and its answers are compared with the first arm's. A request
-asks for the maximum, and its answer ends by itself after its reference answer's length, as nobody
-can know before. Its weighted turnaround is (finish - send) / (finish - first scheduled),
-AdaptiveLLM's equation 5. Ratios are of adaptive over another arm of the same run; a set's headline
-figure is the geometric mean over its settings. ``computed_ratio`` is what an arm computed over what
-it would without preemption, in tokens: what is above 1 was computed again. ``--deadline-s`` lets
-every second request ask for its answer within so many seconds. ``--predictor KIND`` tells the
-schedulers of all arms but "without_predictions" how long each answer is expected to be, by a
-predictor that was trained on the other requests of its set (no near-duplicates of it among them);
-``--prediction-error`` by its real length, each off by a log-normal factor, of 0.5 unless there is a
-predictor; ``--no-predictions`` tells none.
-
-Beside that stand the two cost curves, and from which bandwidth on swapping a request is cheaper
-than computing it again. ``--links`` makes each copy last as long as a link of so many MB/s would
-take, and shows what each arm then does.
-
-``--data FOLDER`` takes lengths from ``alpaca_sample``, ``alpaca_long_answers`` and
-``leval_long_docs`` (gzipped JSON lines with ``in_tokens`` and ``out_tokens``) there; else they are
-drawn in their likeness. The last line of the output is one JSON object, also written to
-``benchmarks/results``.
+How, and what was found: ``benchmarks/adaptive.md``.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import os
 import random
 import statistics
 import sys
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.adaptive_arms import (
-    ARMS,
-    USUAL_ARMS,
-    blocks_of,
-    kv_bytes,
-    memory_bytes,
-    store_bytes,
-)
 from benchmarks.adaptive_engine import (
+    BLOCKS,
     CONTEXT,
     STEP_TOKENS,
     EngineProcess,
     Length,
-    Load,
     Served,
     Setting,
 )
-from benchmarks.engine import BLOCK_TOKENS
-from benchmarks.report import Spread
-from benchmarks.result_files import machine, publish
+from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS
+from benchmarks.harness import parser_of, rotated, run, spread
 from benchmarks.workload import Likeness
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.opening import open_store
@@ -82,6 +43,32 @@ from loomserve.platform.lengths.training.samples import Sample
 from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.policy.expected import Expected
 
+ADAPTIVE = {"preemption": "adaptive", "queue": "fair"}
+SWITCHES = (
+    "deadlines", "overlap_swap", "prefetch_swap_in", "chunked_recompute", "peak_admission",
+)  # fmt: skip
+STOCK = {"recompute": False, "recompute_all_memory": True}
+"""Arms of stock vLLM, and whether the memory of the others' store is its KV memory."""
+ARMS: Mapping[str, Mapping[str, Any] | None] = {
+    **dict.fromkeys(STOCK),
+    "swap": {
+        "preemption": "swap",
+        "queue": "fcfs",
+        "overlap_swap": False,
+        "prefetch_swap_in": False,
+    },
+    "adaptive": ADAPTIVE,
+    "adaptive_fcfs": {"preemption": "adaptive", "queue": "fcfs"},
+    **{f"without_{switch}": {**ADAPTIVE, switch: False} for switch in SWITCHES},
+    "without_predictions": ADAPTIVE,
+}
+"""What the scheduler is told; nothing for stock vLLM. Schedulers that swap have a store beside the
+KV memory, so there are two arms of stock vLLM, one with as much KV memory as they have, as in
+AdaptiveLLM, and one with as much memory in all."""
+USUAL_ARMS = (
+    *STOCK, "swap", "adaptive", "adaptive_fcfs", "without_predictions", "without_peak_admission",
+)  # fmt: skip
+"""Order, predictions and admission apart, beside what they are together."""
 LONG_SCALE = 26
 """Documents are so many times as long as what is made of them: 340 tokens on average."""
 SETS: Mapping[str, tuple[str, Likeness]] = {
@@ -90,17 +77,45 @@ SETS: Mapping[str, tuple[str, Likeness]] = {
     "long": ("leval_long_docs", Likeness(0.0, (5.37, 0.96), (3.87, 0.71))),
 }
 """Files, and log-normal lengths fitted to them."""
-CURVE_TOKENS = (32, 64, 128, 256, 512, 1024)
 LONG_FEWER = 3
 """So many times fewer documents than short requests: their prompts take the most time."""
-SETUP = (
-    "sets", "arms", "requests", "max_output", "batch_limit", "swap_tokens", "rate", "deadline_s",
-    "predictor", "prediction_error", "runs", "links",
-)  # fmt: skip
-SCALED_DOWN = (
-    "1,000 requests a set to --requests (a third of that in the long set); a model of 13 to 32.5 "
-    "billion parameters to one of 135 million; documents to the paper's mean of 340 tokens"
-)
+COMPARED = {
+    "throughput": "tokens_per_second",
+    "turnaround": "turnaround_s",
+    "weighted_turnaround": "weighted_turnaround",
+}
+"""Ratios, and of which figure they are."""
+_LEAST_STORE_BYTES = 2**25
+
+
+# Memory
+
+
+def kv_bytes(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_BYTES
+
+
+def store_bytes(swap_tokens: int) -> int:
+    """Of the store behind schedulers that swap.
+
+    Half of it is swap space, as in the platform unless it is told otherwise, and no less of it than
+    a store can be.
+    """
+    return max(2 * kv_bytes(swap_tokens), _LEAST_STORE_BYTES)
+
+
+def blocks_of(arm: str, swap_tokens: int) -> int:
+    """KV memory of the arm's engine."""
+    return BLOCKS + (store_bytes(swap_tokens) // BLOCK_BYTES if STOCK.get(arm) else 0)
+
+
+def memory_bytes(arm: str, swap_tokens: int) -> int:
+    """Of an arm in all: its KV memory, and the store if it has one."""
+    store = 0 if arm in STOCK else store_bytes(swap_tokens)
+    return blocks_of(arm, swap_tokens) * BLOCK_BYTES + store
+
+
+# Lengths
 
 
 class Lengths:
@@ -188,6 +203,9 @@ def _predictors(
     return [trained[fold] for fold in folds]
 
 
+# Engines
+
+
 class Arms:
     """The engines, vLLM's own and ours, and the store behind ours."""
 
@@ -216,8 +234,8 @@ class Arms:
         stack.callback(store_options.arena.unlink, missing_ok=True)
         server.start()
         stack.callback(server.stop)
-        self.vllm = EngineProcess(None, places, swap_bytes)
-        stack.callback(self.vllm.close)
+        self._vllm = EngineProcess(None, places, swap_bytes)
+        stack.callback(self._vllm.close)
         self._more: EngineProcess | None = None
         if "recompute_all_memory" in names:
             blocks = blocks_of("recompute_all_memory", swap_tokens)
@@ -231,11 +249,11 @@ class Arms:
         arm: str,
         lengths: Sequence[Length],
         setting: Setting,
-        load: Load,
+        rate: float | None,
         seed: str,
     ) -> Served:
         options = ARMS[arm]
-        engine = self.vllm if options is None else self.ours
+        engine = self._vllm if options is None else self.ours
         if arm == "recompute_all_memory":
             assert self._more is not None
             engine = self._more
@@ -251,120 +269,77 @@ class Arms:
         # Arms that share the store must not find each other's blocks.
         with closing(StoreClient(self._address, timeout_ms=5000)) as store:
             store.ask(Flush(""), Done)
-        served: Served = engine.call("serve", cut, setting, load, options, seed)
+        served: Served = engine.call("serve", cut, setting, rate, options, seed)
         return served
 
 
-def baselines(arms: Collection[str]) -> list[str]:
-    """What adaptive is compared with, if it is one of the arms."""
-    return [name for name in arms if name != "adaptive"] if "adaptive" in arms else []
+# Figures
+
+Runs = Sequence[Mapping[str, Served]]
+"""By arm."""
 
 
-def compared(runs: Sequence[Mapping[str, Served]], baseline: str) -> dict[str, list[float]]:
-    """The adaptive arm against a baseline, run by run."""
-    pairs = [(run["adaptive"], run[baseline]) for run in runs]
+def compared(runs: Runs) -> dict[str, list[float]]:
+    """The adaptive arm over each other one, run by run; nothing without it."""
+    others = [name for name in runs[0] if name != "adaptive"] if "adaptive" in runs[0] else []
+    by_run = [{arm: served.figures() for arm, served in one.items()} for one in runs]
     return {
-        f"throughput_vs_{baseline}": [ours.throughput / base.throughput for ours, base in pairs],
-        f"turnaround_vs_{baseline}": [
-            ours.turnaround_s / base.turnaround_s for ours, base in pairs
-        ],
-        f"weighted_turnaround_vs_{baseline}": [
-            ours.weighted_turnaround / base.weighted_turnaround for ours, base in pairs
-        ],
+        f"{ratio}_vs_{other}": [one["adaptive"][name] / one[other][name] for one in by_run]
+        for other in others
+        for ratio, name in COMPARED.items()
     }
 
 
-def point(setting: Setting, runs: Sequence[Mapping[str, Served]]) -> dict[str, Any]:
+def point(setting: Setting, runs: Runs) -> dict[str, Any]:
     """A setting's own figures: each arm's, and the ratios with their spread."""
-    arms = {
-        arm: {
-            "tokens_per_second": statistics.median(run[arm].throughput for run in runs),
-            "turnaround_s": statistics.median(run[arm].turnaround_s for run in runs),
-            "weighted_turnaround": statistics.median(run[arm].weighted_turnaround for run in runs),
-            "late": statistics.median(run[arm].late for run in runs),
-            "computed_ratio": statistics.median(run[arm].computed_ratio for run in runs),
-            **{
-                name: statistics.median(run[arm].counts[name] for run in runs)
-                for name in runs[0][arm].counts
-            },
-        }
-        for arm in runs[0]
+    by_run = [{arm: served.figures() for arm, served in one.items()} for one in runs]
+    return {
+        **asdict(setting),
+        "arms": {
+            arm: {name: statistics.median(one[arm][name] for one in by_run) for name in of}
+            for arm, of in by_run[0].items()
+        },
+        "by_run": by_run,
+        **{name: spread(values) for name, values in compared(runs).items()},
     }
-    ratios = {
-        name: asdict(Spread.of(values))
-        for baseline in baselines(arms)
-        for name, values in compared(runs, baseline).items()
-    }
-    by_run = [{arm: served.figures() for arm, served in run.items()} for run in runs]
-    return {**asdict(setting), "arms": arms, "by_run": by_run, **ratios}
 
 
-def headline(measured: Mapping[Setting, Sequence[Mapping[str, Served]]]) -> dict[str, Any]:
+def by_set(measured: Mapping[Setting, Runs]) -> dict[str, Any]:
     """Of each set: geometric means over its settings, a run; their spread over the runs."""
     found: dict[str, Any] = {}
     for lengths in dict.fromkeys(setting.lengths for setting in measured):
-        of_set = [runs for setting, runs in measured.items() if setting.lengths == lengths]
-        for baseline in baselines(of_set[0][0]):
-            ratios = [compared(runs, baseline) for runs in of_set]
-            for name in ratios[0]:
-                by_run = zip(*(one[name] for one in ratios), strict=True)
-                found[f"{name}_{lengths}"] = asdict(
-                    Spread.of([statistics.geometric_mean(run) for run in by_run])
-                )
+        ratios = [compared(of) for setting, of in measured.items() if setting.lengths == lengths]
+        for name in ratios[0]:
+            of_runs = zip(*(one[name] for one in ratios), strict=True)
+            found[f"{name}_{lengths}"] = spread(map(statistics.geometric_mean, of_runs))
     return found
 
 
-def exactness(measured: Mapping[Setting, Sequence[Mapping[str, Served]]]) -> dict[str, Any]:
+def exactness(measured: Mapping[Setting, Runs]) -> dict[str, Any]:
     """How many answers of each arm are not those of the first one, of how many."""
-    runs = [run for of_setting in measured.values() for run in of_setting]
+    runs = [one for of_setting in measured.values() for one in of_setting]
     first = next(iter(runs[0]))
     return {
-        "compared_answers": sum(len(run[first].answers) for run in runs),
+        "compared_answers": sum(len(one[first].answers) for one in runs),
         "different_answers": {
-            arm: sum(run[arm].differs_from(run[first]) for run in runs) for arm in runs[0]
+            arm: sum(one[arm].differs_from(one[first]) for one in runs) for arm in runs[0]
         },
     }
 
 
-def curves(arms: Arms) -> list[dict[str, float]]:
-    """Seconds to compute a request again and to swap it, by its tokens.
-
-    ``crossover_mbps``: a link that is slower makes computing the cheaper way.
-    """
-    found = []
-    for tokens in CURVE_TOKENS:
-        measured = arms.vllm.call("prefill_s", tokens)
-        recompute_s, swap_s = arms.ours.call("predicted_s", tokens)
-        found.append(
-            {
-                "tokens": tokens,
-                "recompute_s": measured,
-                "recompute_predicted_s": recompute_s,
-                "swap_predicted_s": swap_s,
-                "crossover_mbps": 2 * kv_bytes(tokens) / measured / 1e6,
-            }
-        )
-    return found
+def decision_share(measured: Mapping[Setting, Runs]) -> float | None:
+    """What decisions take of the adaptive arm's time."""
+    ours = [one["adaptive"] for of in measured.values() for one in of if "adaptive" in one]
+    if not ours:
+        return None
+    return sum(one.counts["decision_s"] for one in ours) / sum(one.seconds for one in ours)
 
 
-def crossover(
-    arms: Arms,
-    names: Sequence[str],
-    lengths: Sequence[Length],
-    setting: Setting,
-    links: Sequence[float],
-) -> list[dict[str, Any]]:
-    """One run of each arm through each link; None stands for none."""
-    found = []
-    for mbps in (None, *links):
-        arms.ours.call("reach_store_at", mbps and mbps * 1e6)
-        run = {arm: arms.serve(arm, lengths, setting, Load(), f"link/{mbps}") for arm in names}
-        found.append({"link_mbps": mbps, **point(setting, [run])})
-    arms.ours.call("reach_store_at", None)
-    return found
-
-
-def measure(options: argparse.Namespace, sets: Mapping[str, Lengths], arms: Arms) -> dict[str, Any]:
+def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    sets = {
+        name: Lengths(name, options.data, options.predictor, options.prediction_error)
+        for name in options.sets
+    }
     settings = [
         Setting(*chosen)
         for chosen in itertools.product(options.sets, options.max_output, options.batch_limit)
@@ -374,55 +349,35 @@ def measure(options: argparse.Namespace, sets: Mapping[str, Lengths], arms: Arms
         count = options.requests // (LONG_FEWER if setting.lengths == "long" else 1)
         return sets[setting.lengths].drawn(count, setting.max_output, seed)
 
-    for arm in options.arms:
-        # Predictors learn, and caches fill.
-        arms.serve(arm, lengths(settings[0], "warm-up")[:12], settings[0], Load(), "warm-up")
-    load = Load(options.rate, options.deadline_s)
-    measured: dict[Setting, list[dict[str, Served]]] = {}
-    points = []
-    for setting in settings:
-        measured[setting] = []
-        for run in range(options.runs):
-            first = run % len(options.arms)
-            turn = [*options.arms[first:], *options.arms[:first]]
-            drawn_lengths = lengths(setting, str(run))
-            seed = f"{run}/{setting}"
-            served = {arm: arms.serve(arm, drawn_lengths, setting, load, seed) for arm in turn}
-            measured[setting].append({arm: served[arm] for arm in options.arms})
-        points.append(point(setting, measured[setting]))
-        print(json.dumps(points[-1]), flush=True)
-    ours = [
-        served
-        for runs in measured.values()
-        for run in runs
-        for arm, served in run.items()
-        if arm == "adaptive"
-    ]
-    figures = arms.ours.call("figures")
+    found: dict[Setting, list[Mapping[str, Served]]] = {setting: [] for setting in settings}
+    with ExitStack() as stack:
+        arms = Arms(options.arms, folder, max(options.batch_limit), options.swap_tokens, stack)
+        for arm in options.arms:
+            # Predictors learn, and caches fill.
+            few = lengths(settings[0], "warm-up")[:12]
+            arms.serve(arm, few, settings[0], None, "warm-up")
+        for setting, number in itertools.product(settings, range(options.runs)):
+            drawn = lengths(setting, str(number))
+            served = {
+                arm: arms.serve(arm, drawn, setting, options.rate, f"{number}/{setting}")
+                for arm in rotated(options.arms, number)
+            }
+            found[setting].append({arm: served[arm] for arm in options.arms})
+            print(f"run {number + 1}/{options.runs}: {setting}", flush=True)
+        figures = arms.ours.call("figures")
     return {
-        **headline(measured),
-        **exactness(measured),
+        **by_set(found),
+        **exactness(found),
         "step_mape": figures.get("step_time_error"),
         "swap_mape": figures.get("swap_time_error"),
-        "decision_overhead_share": sum(one.counts["decision_s"] for one in ours)
-        / sum(one.seconds for one in ours)
-        if ours
-        else None,
+        "decision_overhead_share": decision_share(found),
         "runs": options.runs,
-        "points": points,
-        "curves": curves(arms),
-        "crossover": crossover(
-            arms, options.arms, lengths(settings[0], "link"), settings[0], options.links
-        )
-        if options.links
-        else [],
+        "points": [point(setting, of) for setting, of in found.items()],
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.adaptive", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = parser_of("adaptive", __doc__)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(USUAL_ARMS))
     parser.add_argument(
@@ -432,7 +387,6 @@ def main() -> int:
     parser.add_argument("--batch-limit", type=int, nargs="+", default=[64])
     parser.add_argument("--swap-tokens", type=int, default=1024, help="of swap space")
     parser.add_argument("--rate", type=float, help="requests a second; else all come at once")
-    parser.add_argument("--deadline-s", type=float, help="of every second request; else none")
     predicted = parser.add_mutually_exclusive_group()
     predicted.add_argument("--predictor", choices=KINDS, help="of lengths; else none is predicted")
     predicted.add_argument(
@@ -440,7 +394,6 @@ def main() -> int:
     )
     predicted.add_argument("--no-predictions", action="store_true")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--links", type=float, nargs="*", default=[], help="MB/s")
     parser.add_argument("--data", type=Path, help="folder with the sets' lengths")
     options = parser.parse_args()
     if options.predictor and options.data is None:
@@ -450,27 +403,17 @@ def main() -> int:
     if options.no_predictions:
         # It would be adaptive once more.
         options.arms = [arm for arm in options.arms if arm != "without_predictions"]
-    sets = {
-        name: Lengths(name, options.data, options.predictor, options.prediction_error)
-        for name in options.sets
-    }
-    facts = machine()
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        places = max(options.batch_limit)
-        arms = Arms(options.arms, folder, places, options.swap_tokens, stack)
-        figures = measure(options, sets, arms)
-    setup = {
-        **{name: getattr(options, name) for name in SETUP},
-        "lengths": "data" if options.data else "in the data's likeness",
-        "kv_blocks": {arm: blocks_of(arm, options.swap_tokens) for arm in options.arms},
-        "memory_bytes": {arm: memory_bytes(arm, options.swap_tokens) for arm in options.arms},
-        "block_tokens": BLOCK_TOKENS,
-        "step_tokens": STEP_TOKENS,
-        "scaled_down": SCALED_DOWN,
-    }
-    publish("adaptive", figures, setup=setup, facts=facts)
-    return 0
+    return run(
+        "adaptive",
+        options,
+        measured,
+        without=("data", "no_predictions"),
+        lengths="data" if options.data else "in the data's likeness",
+        kv_blocks={arm: blocks_of(arm, options.swap_tokens) for arm in options.arms},
+        memory_bytes={arm: memory_bytes(arm, options.swap_tokens) for arm in options.arms},
+        block_tokens=BLOCK_TOKENS,
+        step_tokens=STEP_TOKENS,
+    )
 
 
 if __name__ == "__main__":

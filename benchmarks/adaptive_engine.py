@@ -15,22 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.adaptive_arms import (
-    BLOCKS,
-    kv_bytes,
-)
-from benchmarks.engine import BLOCK_BYTES, offline_engine
-from benchmarks.transfer import put_link
+from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, offline_engine
 from loomserve.platform.models import catalog
-from loomserve.platform.scheduling.policy.deadline import DEADLINE
 from loomserve.platform.scheduling.policy.expected import EXPECTED, Expected
 
+BLOCKS = 2048 // BLOCK_TOKENS
+"""KV memory of each engine, but for stock vLLM with all memory."""
 CONTEXT = 1536
 STEP_TOKENS = 512
 COUNTS = ("swapped_out", "swapped_in", "recomputed", "lost_tokens", "decision_s")
 """Of our scheduler."""
-REPEATS = 3
-"""Prefills of each length; their median counts."""
 _VOCABULARY = (1000, 40000)
 
 
@@ -51,25 +45,13 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Load:
-    """So many requests a second, or all at once; how soon every second one wants its answer."""
-
-    rate: float | None = None
-    deadline_s: float | None = None
-
-
-@dataclass(frozen=True)
 class Served:
-    """All requests of a set by one arm; ``counts`` are what the scheduler counted meanwhile.
-
-    ``late`` is the share of deadlines that were missed.
-    """
+    """All requests of a set by one arm; ``counts`` are what the scheduler counted meanwhile."""
 
     seconds: float
     answers: list[list[int]]
     turnaround_s: float
     weighted_turnaround: float
-    late: float
     computed_ratio: float
     counts: dict[str, float]
 
@@ -84,7 +66,6 @@ class Served:
             "tokens_per_second": self.throughput,
             "turnaround_s": self.turnaround_s,
             "weighted_turnaround": self.weighted_turnaround,
-            "late": self.late,
             "computed_ratio": self.computed_ratio,
             **self.counts,
         }
@@ -142,18 +123,18 @@ class Engine:
         self,
         lengths: Sequence[Length],
         setting: Setting,
-        load: Load,
+        rate: float | None,
         options: Mapping[str, Any] | None,
         seed: str,
     ) -> Served:
-        """All requests to their end; tokens by ``seed``."""
+        """All requests to their end, so many a second, or all sent at once; tokens by ``seed``."""
         from benchmarks.answer_end import ANSWER_TOKENS
 
         self._use(setting.batch_limit, options)
         source = random.Random(seed)
         counted, computed = self._counts(), self._computed
         waiting = deque(
-            (0.0 if load.rate is None else number / load.rate, length)
+            (0.0 if rate is None else number / rate, length)
             for number, length in enumerate(lengths)
         )
         sent: dict[str, float] = {}
@@ -166,8 +147,6 @@ class Engine:
                 asked: dict[str, Any] = {ANSWER_TOKENS: length.answer}
                 if length.predicted is not None:
                     asked[EXPECTED] = [length.predicted.tokens, length.predicted.high]
-                if load.deadline_s is not None and len(sent) % 2 == 0:
-                    asked[DEADLINE] = time.monotonic() + load.deadline_s
                 sent[self._send(ids, setting.max_output, asked)] = begin + at_s
             finished |= {one.request_id: one for one in self._engine.step() if one.finished}
         seconds = time.monotonic() - begin
@@ -179,10 +158,6 @@ class Engine:
             weighted_turnaround=statistics.fmean(
                 took[name] / (one.metrics.last_token_ts - one.metrics.scheduled_ts)
                 for name, one in finished.items()
-            ),
-            late=statistics.fmean(
-                load.deadline_s is not None and took[name] > load.deadline_s
-                for name in list(sent)[::2]
             ),
             computed_ratio=(self._computed - computed)
             / sum(length.prompt + length.answer - 1 for length in lengths),
@@ -229,39 +204,6 @@ class Engine:
         connector = self._scheduler.connector
         found: dict[str, float] = connector.get_kv_connector_stats().reduce() if connector else {}
         return found
-
-    def prefill_s(self, tokens: int) -> float:
-        """Measured."""
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-
-        seconds = []
-        source = random.Random(tokens)
-        for _ in range(REPEATS):
-            prompt = [source.randrange(*_VOCABULARY) for _ in range(tokens)]
-            begin = time.perf_counter()
-            self._llm.generate(
-                [TokensPrompt(prompt_token_ids=prompt)],
-                SamplingParams(temperature=0, max_tokens=1, detokenize=False),
-                use_tqdm=False,
-            )
-            seconds.append(time.perf_counter() - begin)
-        return statistics.median(seconds)
-
-    def predicted_s(self, tokens: int) -> tuple[float, float]:
-        """To compute so many tokens again, and to swap them out and in."""
-        transfers = self._scheduler.costs.transfer_times
-        return (
-            self._scheduler.costs.step_times.prefill_s(tokens, STEP_TOKENS),
-            transfers.out_s(kv_bytes(tokens)) + transfers.in_s(kv_bytes(tokens)),
-        )
-
-    def reach_store_at(self, bytes_per_s: float | None) -> None:
-        """A link between the engine's memory and the store, whose speed is learnt afresh."""
-        from loomserve.platform.costs.transfer_time import TransferTimes
-
-        self._llm.collective_rpc(put_link, args=(bytes_per_s,))
-        self._scheduler.costs.transfer_times = TransferTimes.unprofiled()
 
 
 class EngineProcess:

@@ -1,24 +1,11 @@
 """What do queues, predicted lengths and refusals gain through the platform, with deadlines?
 
-A platform with one engine on one core serves Alpaca's instructions (``--data``), or drawn ones,
-whose answers the model ends by itself (float32, greedy, so an answer is the same in all arms).
-First it answers all of them, which tells their lengths, and those of ``--train`` other
-instructions, on which ``loomserve lengths train`` makes a predictor. Then, in each run, every arm
-gets the same requests: as they come in Azure's conversation trace (``--trace``) or in its likeness,
-at ``--load`` times the rate at which they were answered when all were there, with deadlines as in
-UELLM, drawn as :mod:`benchmarks.slo` does and sent as ``x-slo-ms``.
-
-Arms are a queue, what is known of lengths, and whether the key has ``refuse_late``. ``known`` is a
-predictor that was told the lengths of these very answers. Goodput is requests whose whole answer
-came before their deadline for each second from the first arrival to the last end; attainment their
-share of all. A request that is refused has missed it. The last line of the output is one JSON
-object, also written to ``benchmarks/results``.
+How, and what was found: ``benchmarks/slo.md``.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import itertools
 import json
@@ -28,24 +15,25 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openai
 import uvloop
-import yaml
 
-from benchmarks.load import WORDS
-from benchmarks.popularity import client
-from benchmarks.report import Spread
-from benchmarks.result_files import machine, publish, said_by
-from benchmarks.servers import PROGRAMS, Server, ServerFailedError
-from benchmarks.slo import Job, Timed, timed
+from benchmarks.harness import (
+    NotMeasuredError,
+    in_turns,
+    over,
+    parser_of,
+    run,
+)
+from benchmarks.load import WORDS, Outcome, Request, send_in_streams, send_when_due
+from benchmarks.platforms import PROGRAMS, Platform, configuration, served
+from benchmarks.workload import azure, azure_like, window
 from loomserve.platform.access.keys import new_key
 from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
 from loomserve.platform.lengths.predict.features import app
@@ -55,13 +43,13 @@ from loomserve.platform.lengths.stored import folder_of, remember_embeddings
 from loomserve.platform.lengths.training import fit, samples
 from loomserve.platform.lengths.training.versions import PredictorVersions, TrainingSet
 from loomserve.platform.models import catalog
-from loomserve.platform.scheduling.policy.expected import Expected
 
 MODEL = "chat"
 PLACES = 16
 CONTEXT = 1024
 MAX_TOKENS = 256
 KV_BYTES = 384 * 2**20
+PAPER_DEADLINES_S = (1.0, 350.0)
 _WARM_UP = 24
 _DRAWN = 1000
 
@@ -100,41 +88,62 @@ class Question:
             {"role": "user", "content": self.about or self.instruction},
         ]
 
-
-@dataclass(frozen=True)
-class Answer:
-    """Seconds since the request was due; ``first_s`` and ``end_s`` are infinite if refused."""
-
-    tokens: int
-    first_s: float
-    end_s: float
-
-    @property
-    def refused(self) -> bool:
-        return self.end_s == float("inf")
-
-
-@dataclass(frozen=True)
-class Served:
-    """A load's answers by one arm, in the order of arrival; seconds after the first one's."""
-
-    coming: Sequence[Timed]
-    answers: Sequence[Answer]
-
-    def figures(self) -> dict[str, Any]:
-        pairs = list(zip(self.coming, self.answers, strict=True))
-        met = sum(answer.end_s <= asked.deadline_s for asked, answer in pairs)
-        answered = [each for each in self.answers if not each.refused]
-        last_s = max(
-            asked.at_s + (0.0 if answer.refused else answer.end_s) for asked, answer in pairs
-        )
-        return {
-            "goodput": met / (last_s - self.coming[0].at_s),
-            "attainment": met / len(self.answers),
-            "refused": len(self.answers) - len(answered),
-            "requests": len(self.answers),
-            "mean_latency_s": statistics.fmean(each.end_s for each in answered),
+    def request(self) -> Request:
+        # Without usage no predictor learns from these answers.
+        body = {
+            "model": MODEL,
+            "messages": self.messages,
+            "max_tokens": MAX_TOKENS,
+            "temperature": 0,
+            "stream": True,
         }
+        return Request("/v1/chat/completions", body, tokens=None, ids=True)
+
+
+def refused(one: Outcome) -> bool:
+    """Whether the platform said that the deadline cannot be met.
+
+    Raises:
+        NotMeasuredError: it failed otherwise.
+    """
+    if one.error is not None and "deadline_unreachable" not in one.error:
+        raise NotMeasuredError(one.error)
+    return one.error is not None
+
+
+def figures(asked: Sequence[Request], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """A load's answers by one arm, in the order of arrival."""
+    answered = [
+        (request.at_s, one.last - one.due, request.slo_s or 0.0)
+        for request, one in zip(asked, outcomes, strict=True)
+        if not refused(one)
+    ]
+    met = sum(took <= within for _, took, within in answered)
+    last_s = max([at + took for at, took, _ in answered] + [one.at_s for one in asked])
+    return {
+        "goodput": met / (last_s - asked[0].at_s),
+        "attainment": met / len(asked),
+        "refused": len(asked) - len(answered),
+        "requests": len(asked),
+        "mean_latency_s": statistics.fmean(took for _, took, _ in answered),
+    }
+
+
+def comes(
+    count: int, trace: Path | None, rate: float, longest_s: float, seed: str
+) -> list[tuple[float, float]]:
+    """When requests come, at a trace's arrival times, and how soon each wants its answer.
+
+    Deadlines are drawn as in UELLM (section 3.6): uniformly at random between 1 and 350 seconds,
+    whatever the request, divided by one factor, so that the longest is ``longest_s``.
+    """
+    source = random.Random(f"deadlines/{seed}")
+    arrivals = azure(trace) if trace else azure_like("conversation", requests=2 * count, seed=seed)
+    shortest, longest = PAPER_DEADLINES_S
+    return [
+        (one.at_s, source.uniform(shortest, longest) / longest * longest_s)
+        for one in window(arrivals, requests=count, rate=rate, seed=seed)
+    ]
 
 
 def questions(data: Path | None) -> list[Question]:
@@ -156,40 +165,31 @@ def drawn_questions() -> list[Question]:
     return [Question(f"{kind}: {of}.", "") for kind, of in zip(kinds, words, strict=False)]
 
 
-def configuration(arm: ArmOptions, predictors: Mapping[str, str], port: int, digest: str) -> Any:
-    return {
-        "devices": [{"name": "engine", "kind": "cpu", "cores": [0]}],
-        "models": [
-            {
-                "name": MODEL,
-                "source": "demo",
-                "devices": ["engine"],
-                "kv_cache_memory": KV_BYTES,
-                "scheduling": {"queue": arm.queue},
-                **({"lengths": {"predictor": predictors[arm.lengths]}} if arm.lengths else {}),
-                "engine": {
-                    "max_model_len": CONTEXT,
-                    "max_num_seqs": PLACES,
-                    "enforce_eager": True,
-                    "dtype": "float32",
-                },
-            }
-        ],
-        "server": {
-            "host": "127.0.0.1",
-            "port": port,
-            "api_keys": [{"name": "bench", "hash": digest, "refuse_late": arm.refuses}],
-        },
+def configured(
+    arm: ArmOptions, predictors: Mapping[str, str], port: int, digest: str
+) -> dict[str, Any]:
+    engine = {
+        "max_model_len": CONTEXT,
+        "max_num_seqs": PLACES,
+        "enforce_eager": True,
+        "dtype": "float32",
     }
+    lengths = {"lengths": {"predictor": predictors[arm.lengths]}} if arm.lengths else {}
+    queue = {"scheduling": {"queue": arm.queue}}
+    of = served(MODEL, "demo", KV_BYTES, engine, devices=["core0"], replicas=1, **queue, **lengths)
+    config = configuration(port, of)
+    keys = [{"name": "bench", "hash": digest, "refuse_late": arm.refuses}]
+    return {**config, "server": {**config["server"], "api_keys": keys}}
 
 
-class Platform:
-    """Platforms that listen on one port, one after the other, and what clients ask them."""
+class Platforms:
+    """Platforms that listen on one port, one after the other, and what a client asks them."""
 
     def __init__(self, port: int, folder: Path) -> None:
         self._port, self._folder = port, folder
         self._key, self._digest = new_key()
         self._starts = itertools.count()
+        self._urls = [f"http://127.0.0.1:{port}"]
 
     @contextlib.contextmanager
     def running(
@@ -199,80 +199,22 @@ class Platform:
         Raises:
             ServerFailedError: it did not start within ``start_timeout`` seconds.
         """
-        config = self._folder / f"{next(self._starts)}.yaml"
-        config.write_text(yaml.safe_dump(configuration(arm, predictors, self._port, self._digest)))
-        command = [str(PROGRAMS / "loomserve"), "serve", str(config)]
-        server = Server("platform", command, {}, self._port, "/ready", config.with_suffix(".log"))
-        try:
-            server.start()
-            server.wait_ready(start_timeout)
+        config = configured(arm, predictors, self._port, self._digest)
+        platform = Platform(config, self._folder, f"platform{next(self._starts)}")
+        with platform.running(start_timeout):
             yield
-        finally:
-            server.stop()
 
-    def _client(self) -> openai.AsyncOpenAI:
-        return client(f"http://127.0.0.1:{self._port}", self._key)
+    def at_once(self, asked: Sequence[Question]) -> list[Outcome]:
+        """Answers to all, as many at a time as the engine has places."""
+        requests = [one.request() for one in asked]
+        outcomes = uvloop.run(send_in_streams(self._urls, requests, PLACES, self._key))
+        for one in outcomes:
+            refused(one)
+        return outcomes
 
-    async def at_once(self, asked: Sequence[Question], streams: int) -> list[Answer]:
-        """Answers to all, so many at a time."""
-        turn = asyncio.Semaphore(streams)
-        async with self._client() as of:
-
-            async def one(question: Question) -> Answer:
-                async with turn:
-                    return await ask(of, question, time.perf_counter(), None)
-
-            return await asyncio.gather(*map(one, asked))
-
-    async def serve(self, coming: Sequence[Timed], asked: Sequence[Question]) -> Served:
+    def serve(self, asked: Sequence[Request]) -> dict[str, Any]:
         """Send every request when it is due, whether or not earlier ones have ended."""
-        begin = time.perf_counter() - coming[0].at_s
-        async with self._client() as of:
-
-            async def one(when: Timed, question: Question) -> Answer:
-                due = begin + when.at_s
-                await asyncio.sleep(due - time.perf_counter())
-                return await ask(of, question, due, when.deadline_s)
-
-            return Served(coming, await asyncio.gather(*map(one, coming, asked)))
-
-
-async def ask(
-    by: openai.AsyncOpenAI, question: Question, due: float, within_s: float | None
-) -> Answer:
-    """
-    Args:
-        due: when it should have been sent, on the clock of ``time.perf_counter``.
-        within_s: seconds after ``due`` within which its client wants to have the answer, if any.
-
-    Raises:
-        openai.OpenAIError: it failed, other than by being refused.
-    """
-    headers = {}
-    if within_s is not None:
-        left_s = within_s - (time.perf_counter() - due)
-        headers["x-slo-ms"] = str(max(1, round(1000 * left_s)))
-    tokens, first_s = 0, 0.0
-    try:
-        stream = await by.chat.completions.create(
-            model=MODEL,
-            messages=question.messages,
-            max_tokens=MAX_TOKENS,
-            temperature=0,
-            stream=True,
-            extra_headers=headers,
-            # Without usage no predictor learns from these answers.
-            extra_body={"return_token_ids": True},
-        )
-        async for chunk in stream:
-            first_s = first_s or time.perf_counter() - due
-            for choice in chunk.choices:
-                tokens += len((choice.model_extra or {}).get("token_ids") or [])
-    except openai.RateLimitError as error:
-        if getattr(error, "code", None) != "deadline_unreachable":
-            raise
-        return Answer(0, float("inf"), float("inf"))
-    return Answer(tokens, first_s, time.perf_counter() - due)
+        return figures(asked, uvloop.run(send_when_due(self._urls, asked, self._key)))
 
 
 @contextlib.contextmanager
@@ -312,40 +254,39 @@ def publish_known(name: str, known: Sequence[tuple[Question, int]]) -> None:
 
 
 def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    platform = Platform(options.port, folder)
+    platforms = Platforms(options.port, folder)
     asked = questions(options.data)[: options.requests + options.train]
     served, others = asked[: options.requests], asked[options.requests :]
-    with platform.running(ARMS["fcfs"], {}, options.start_timeout):
-        learnt = uvloop.run(platform.at_once(others, PLACES))
+    with platforms.running(ARMS["fcfs"], {}, options.start_timeout):
+        learnt = platforms.at_once(others)
         begin = time.perf_counter()
-        answers = uvloop.run(platform.at_once(served, PLACES))
+        answers = platforms.at_once(served)
         rate = options.load * len(served) / (time.perf_counter() - begin)
-    longest_s = options.longest * statistics.fmean(each.end_s - each.first_s for each in answers)
-    lengths = [each.tokens for each in answers]
+    longest_s = options.longest * statistics.fmean(one.last - one.times[0] for one in answers)
+    lengths = [len(one.ids) for one in answers]
     print(
         f"{rate:.2f} requests/s, deadlines up to {longest_s:.1f} s, answers of "
         f"{statistics.fmean(lengths):.0f} tokens",
         flush=True,
     )
     known = list(zip(served, lengths, strict=True))
-    taught = [(each, answer.tokens) for each, answer in zip(others, learnt, strict=True)]
-    runs: list[dict[str, dict[str, Any]]] = []
+    taught = [(each, len(answer.ids)) for each, answer in zip(others, learnt, strict=True)]
+
+    def measure(arm: str, number: int) -> dict[str, Any]:
+        order = list(served)
+        random.Random(number).shuffle(order)
+        due = comes(len(order), options.trace, rate, longest_s, str(number))
+        requests = [
+            replace(one.request(), at_s=at_s, slo_s=within_s)
+            for one, (at_s, within_s) in zip(order, due, strict=True)
+        ]
+        with platforms.running(ARMS[arm], names, options.start_timeout):
+            # Until the engine has told how long its requests take, none is refused.
+            platforms.at_once(others[:_WARM_UP])
+            return platforms.serve(requests)
+
     with predictors(taught, known, folder) as names:
-        for number in range(options.runs):
-            order = list(known)
-            random.Random(number).shuffle(order)
-            jobs = [Job(1, n, Expected(n, n)) for _, n in order]
-            coming = timed(jobs, options.trace, rate, longest_s, str(number))
-            turn = number % len(ARMS)
-            found = {}
-            for name in [*ARMS, *ARMS][turn : turn + len(ARMS)]:
-                with platform.running(ARMS[name], names, options.start_timeout):
-                    # Until the engine has told how long its requests take, none is refused.
-                    uvloop.run(platform.at_once(others[:_WARM_UP], PLACES))
-                    of = uvloop.run(platform.serve(coming, [each for each, _ in order]))
-                found[name] = of.figures()
-                print(f"run {number + 1}/{options.runs}, {name}: {found[name]}", flush=True)
-            runs.append({name: found[name] for name in ARMS})
+        runs = in_turns(list(ARMS), options.runs, measure)
     return {
         **report(runs),
         "rate": rate,
@@ -358,30 +299,24 @@ def report(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
     """Each arm over first come, first served, a run; then each run's own figures.
 
     Raises:
-        ValueError: an arm that others are compared with met no deadline at all.
+        NotMeasuredError: an arm that others are compared with met no deadline at all.
     """
-
-    def over(arm: str, base: str, figure: str) -> dict[str, float]:
-        return asdict(Spread.of([run[arm][figure] / run[base][figure] for run in runs]))
-
-    if not all(run[base]["goodput"] for run in runs for base in ("fcfs", "deadline_refuses_known")):
-        raise ValueError("no deadline was met: lower --load, or raise --longest")
+    if not all(one[base]["goodput"] for one in runs for base in ("fcfs", "deadline_refuses_known")):
+        raise NotMeasuredError("no deadline was met: lower --load, or raise --longest")
     return {
         "over_fcfs": {
-            arm: {figure: over(arm, "fcfs", figure) for figure in ("goodput", "attainment")}
+            arm: {figure: over(runs, arm, "fcfs", figure) for figure in ("goodput", "attainment")}
             for arm in ARMS
             if arm != "fcfs"
         },
-        "share_of_known": over("deadline_refuses", "deadline_refuses_known", "goodput"),
+        "share_of_known": over(runs, "deadline_refuses", "deadline_refuses_known", "goodput"),
         "by_run": list(runs),
         "runs": len(runs),
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.deadlines", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = parser_of("deadlines", __doc__)
     parser.add_argument("--data", type=Path, help="folder with alpaca_sample.jsonl.gz")
     parser.add_argument("--trace", type=Path, help="an Azure LLM trace of 2023, gzipped CSV")
     parser.add_argument("--requests", type=int, default=160, help="of each run")
@@ -391,17 +326,13 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--port", type=int, default=18_690)
     parser.add_argument("--start-timeout", type=float, default=600, help="for each platform, s")
-    options = parser.parse_args()
-    facts = machine()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            found = measured(options, Path(folder))
-    except (ServerFailedError, openai.OpenAIError) as error:
-        print(f"deadlines: {error}", file=sys.stderr)
-        return 1
-    setup = {**said_by(options, "port", "start_timeout"), "places": PLACES}
-    publish("deadlines", found, setup=setup, facts=facts)
-    return 0
+    return run(
+        "deadlines",
+        parser.parse_args(),
+        measured,
+        without=("port", "start_timeout"),
+        places=PLACES,
+    )
 
 
 if __name__ == "__main__":

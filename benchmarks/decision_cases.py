@@ -1,4 +1,4 @@
-"""What ``benchmarks/decisions.py`` times: one case a process, of whatever tree is imported."""
+"""What :mod:`benchmarks.decisions` times, one case a process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from importlib import import_module
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -41,11 +39,7 @@ from loomserve.routers.block_keys import BLOCK_TOKENS
 from loomserve.routers.in_flight import InFlight
 from loomserve.routers.policies import load_aware
 from loomserve.routers.snapshot import RoutingStats
-
-try:
-    from loomserve.routers.table import ReplicaTable
-except ModuleNotFoundError:  # a tree that looks at each replica for each decision
-    ReplicaTable = None  # type: ignore[assignment,misc]
+from loomserve.routers.table import ReplicaTable
 
 GIB, MIB = 2**30, 2**20
 LIMIT, STALE_S = 1.6, 10.0
@@ -66,14 +60,11 @@ class Fleet:
         self.ids = [f"{number:04x}-replica" for number in range(replicas)]
         self.ledger = InFlight()
         self._usable = frozenset(self.ids)
-        self.loads: dict[str, RoutingStats | None] = dict.fromkeys(self.ids)
-        kept: Any = self.loads
-        if ReplicaTable is not None:
-            kept = self.table = ReplicaTable(self.ledger, stale_after_s=STALE_S)
-            self.table.set_replicas(self.ids)
+        self.table = ReplicaTable(self.ledger, stale_after_s=STALE_S)
+        self.table.set_replicas(self.ids)
         metrics = GatewayMetrics(CollectorRegistry())
         metrics.set_models({"m": self.ids})
-        self.choice = ReplicaChoice("m", Router(policy=policy), self.ledger, metrics, kept)
+        self.choice = ReplicaChoice("m", Router(policy=policy), self.ledger, metrics, self.table)
         for id_ in self.ids:
             self._report(id_)
         self._open: deque[tuple[RoutingRequest, str]] = deque()
@@ -120,10 +111,7 @@ class Fleet:
             draining=number % 100 == 99,
             role=Role.UNIFIED,
         )
-        if ReplicaTable is None:
-            self.loads[id_] = stats
-        else:
-            self.table.report(id_, stats)
+        self.table.report(id_, stats)
 
 
 def decisions(replicas: int, policy: str, most: int, most_s: float) -> list[float]:
@@ -142,25 +130,13 @@ def decisions(replicas: int, policy: str, most: int, most_s: float) -> list[floa
 def picks(replicas: int, most: int) -> list[float]:
     """Microseconds in which load_aware filters and picks."""
     fleet = Fleet(replicas, "load_aware")
-    pick = _pick_of(fleet)
     took = []
     for _ in range(most):
         begin = time.perf_counter()
-        pick()
+        there = fleet.table.candidates(exclude=frozenset(), now=time.monotonic())
+        load_aware.pick(there, load_limit=LIMIT)
         took.append(1e6 * (time.perf_counter() - begin))
     return took
-
-
-def _pick_of(fleet: Fleet) -> Callable[[], object]:
-    rule: Any = partial(load_aware.pick, load_limit=LIMIT)
-    if ReplicaTable is not None:
-        table = fleet.table
-        return lambda: rule(table.candidates(exclude=frozenset(), now=time.monotonic()))
-    decision: Any = import_module("loomserve.routers.decision")
-    snapshot: Any = import_module("loomserve.routers.snapshot")
-    replicas = [snapshot.snapshot(id_, fleet.loads[id_], fleet.ledger) for id_ in fleet.ids]
-    filtered = partial(decision.candidates, replicas, exclude=frozenset(), stale_after_s=STALE_S)
-    return lambda: rule(filtered(now=time.monotonic()))
 
 
 def fleet_of_devices(devices: int, a_node: int) -> Snapshot:

@@ -1,15 +1,6 @@
 """How many chunks of streams, or whole answers, does one front end pass on, a second of one core?
 
-The front end is the gateway's own: its middleware, its endpoint, vLLM's serving layer in its
-process, its HTTP server, on core 0 alone. On core 1 are a simulated engine, which gives each open
-request a token a step, and the client. What is counted is the front end's processor time, threads
-and all, so the figure does not depend on how much of the core it had. With ``--whole`` nothing is
-streamed, each answer has some 200 bytes of text, and the engine gives it in one step. With
-``--bare`` clients are on vLLM's serving layer itself, on uvicorn as it comes: no gateway on it can
-pass on more.
-
-The last line of the output is one JSON object, also written to ``benchmarks/results``. Exit codes:
-0 measured; 1 a request failed, or nothing came.
+How, and what was found: ``benchmarks/overhead.md``.
 """
 
 from __future__ import annotations
@@ -32,9 +23,8 @@ import aiohttp
 import psutil
 import uvloop
 
+from benchmarks.harness import NotMeasuredError, parser_of, ratios, run, spread
 from benchmarks.load import prompts
-from benchmarks.report import Spread
-from benchmarks.result_files import machine, publish, said_by
 from loomserve.platform.engine.core.messages import EngineStart
 from loomserve.platform.models.simulated import fetch
 from loomserve.platform.run.engine_address import EngineAddress
@@ -43,9 +33,9 @@ from loomserve.platform.simulated.engine import SimulatedEngine
 from loomserve.platform.simulated.options import SIMULATED_CONFIG
 from loomserve.platform.simulated.wire import Outputs
 
-GOALS = {"chunks": 20_000.0, "whole": 2_000.0}
+KINDS = ("chunks", "whole")
 BARE = "_bare"
-ARMS = tuple(f"{kind}{ending}" for kind in GOALS for ending in ("", BARE))
+ARMS = tuple(f"{kind}{ending}" for kind in KINDS for ending in ("", BARE))
 MODEL = "m"
 LONGEST = 2048
 OPTIONS = {"max_model_len": LONGEST, "block_size": 32, "enforce_eager": True, "dtype": "float32"}
@@ -88,11 +78,7 @@ class Counted:
     requests: int = 0
 
 
-class RequestFailedError(Exception):
-    """A request failed, so the figures mean nothing."""
-
-
-class NotReadyError(RequestFailedError):
+class NotReadyError(NotMeasuredError):
     """The front end has no engine yet."""
 
 
@@ -100,7 +86,7 @@ async def served(port: int, plan: Plan, timeout_s: float = START_TIMEOUT_S) -> N
     """Until a request is answered: the engine starts beside the front end.
 
     Raises:
-        RequestFailedError: none is in time.
+        NotMeasuredError: none is in time.
     """
     deadline = time.monotonic() + timeout_s
     prompt = next(prompts("the first"))
@@ -140,7 +126,7 @@ async def load(port: int, plan: Plan, process: psutil.Process) -> dict[str, floa
             await asyncio.gather(*tasks, return_exceptions=True)
     chunks, requests = counted.chunks - before, counted.requests - requests_before
     if not (chunks if plan.stream else requests) or not cpu:
-        raise RequestFailedError(
+        raise NotMeasuredError(
             "nothing came within the window: measure longer (--seconds), on cores of its own"
         )
     common = {"requests_per_s": requests / took, "cores": cpu / took, "kernel_share": kernel / cpu}
@@ -176,7 +162,7 @@ async def _request(
     last = b""
     async with session.post(url, json=body) as response:
         if response.status != 200:
-            failure = NotReadyError if response.status == 503 else RequestFailedError
+            failure = NotReadyError if response.status == 503 else NotMeasuredError
             raise failure((await response.text())[:500])
         if not plan.stream:
             await response.read()
@@ -186,7 +172,7 @@ async def _request(
             counted.chunks += chunk.count(b"data: {")
             last = chunk
     if b"[DONE]" not in last:
-        raise RequestFailedError(last.decode(errors="replace")[-500:])
+        raise NotMeasuredError(last.decode(errors="replace")[-500:])
     counted.requests += 1
 
 
@@ -336,7 +322,7 @@ def compute(given: dict[str, Any]) -> None:
 # The command
 
 
-def measure(plan: Plan, spy: Path | None) -> dict[str, float]:
+def measure(plan: Plan) -> dict[str, float]:
     """Start both processes, load the front end, end them."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         addresses = [f"ipc://{folder}/engine.{end}" for end in ("in", "out")]
@@ -348,25 +334,14 @@ def measure(plan: Plan, spy: Path | None) -> dict[str, float]:
         }
         engine = _start(OTHER_CORE, "--compute", given)
         front_end = _start(FRONT_END_CORE, "--serve", given)
-        spying = None
         try:
             assert front_end.stdout is not None
             port = int(front_end.stdout.readline() or 0)
             if not port:
-                raise RequestFailedError("the front end did not start")
+                raise NotMeasuredError("the front end did not start")
             uvloop.run(served(port, plan))
-            if spy is not None:
-                spying = subprocess.Popen(
-                    [
-                        *("py-spy", "record", "-d", str(int(plan.warmup + plan.seconds))),
-                        *("-f", "raw", "-o", str(spy), "-p", str(front_end.pid)),
-                    ],
-                    stdout=subprocess.DEVNULL,
-                )
             return uvloop.run(load(port, plan, psutil.Process(front_end.pid)))
         finally:
-            if spying is not None:
-                spying.wait(60)
             for process in (front_end, engine):
                 process.kill()
                 process.wait()
@@ -382,7 +357,7 @@ def _start(core: int, what: str, given: Mapping[str, Any]) -> subprocess.Popen[b
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = parser_of("front_end", __doc__)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--runs", type=int, default=3, help="of each arm, in turns")
     parser.add_argument("--streams", type=int, default=128)
@@ -392,7 +367,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, help="1000; of whole answers 48, some 200 bytes")
     parser.add_argument("--path", default="/v1/chat/completions")
     parser.add_argument("--stream-interval", type=int, default=1)
-    parser.add_argument("--spy", type=Path, help="file for py-spy's stacks of the last window")
     for process in ("--serve", "--compute"):
         parser.add_argument(process, type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -414,18 +388,27 @@ def plan_of(arm: str, options: argparse.Namespace) -> Plan:
     )
 
 
+def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    os.sched_setaffinity(0, {OTHER_CORE})
+    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in options.arms}
+    for number in range(options.runs):
+        # Whichever of a pair comes first changes, so that a steady drift favours neither.
+        for arm in options.arms if number % 2 == 0 else options.arms[::-1]:
+            found[arm].append(figures := measure(plan_of(arm, options)))
+            print(f"{arm}: {figures['per_core_s']:.0f} a second of a core", flush=True)
+    return report(found)
+
+
 def report(found: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
     """Arms' figures, and what the front end passes on over vLLM's layer alone, run by run."""
-    counts = {arm: [run["per_core_s"] for run in runs] for arm, runs in found.items()}
-    over = {
-        kind: Spread.of_ratios(counts[kind], counts[kind + BARE])
-        for kind in GOALS
-        if kind in counts and kind + BARE in counts
-    }
+    counts = {arm: [one["per_core_s"] for one in runs] for arm, runs in found.items()}
     return {
-        "per_core_s": {arm: asdict(Spread.of(values)) for arm, values in counts.items()},
-        "over_bare": {kind: asdict(spread) for kind, spread in over.items()},
-        "goals": GOALS,
+        "per_core_s": {arm: spread(values) for arm, values in counts.items()},
+        "over_bare": {
+            kind: ratios(counts[kind], counts[kind + BARE])
+            for kind in KINDS
+            if {kind, kind + BARE} <= counts.keys()
+        },
         "arms": found,
     }
 
@@ -437,21 +420,7 @@ def main() -> int:
     if given := options.serve:
         uvloop.run(serve_bare(given) if given["bare"] else serve(given))
         return 0
-    os.sched_setaffinity(0, {OTHER_CORE})
-    facts = machine()
-    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in options.arms}
-    try:
-        for run in range(options.runs):
-            # Whichever of a pair comes first changes, so that a steady drift favours neither.
-            for arm in options.arms if run % 2 == 0 else options.arms[::-1]:
-                found[arm].append(figures := measure(plan_of(arm, options), options.spy))
-                print(f"{arm}: {figures['per_core_s']:.0f} a second of a core", flush=True)
-    except RequestFailedError as error:
-        print(f"not measured: {error}", file=sys.stderr)
-        return 1
-    setup = said_by(options, "spy", "serve", "compute")
-    publish("front_end", report(found), setup=setup, facts=facts)
-    return 0
+    return run("front_end", options, measured, without=("serve", "compute"))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,6 @@
 """How long do streams pause when part of their engine moves to another and back?
 
-On two real engines, a core each: streams of one engine decode, then KV heads or layers of all of
-them leave for the other engine, are computed there for a while, and come home. A pause is what the
-engine itself measured between two steps; it is also given in decode steps, of the median before the
-move. Tokens are compared with those of the same requests without a move. The last line of the
-output is one JSON object.
-
-Run it as ``python -m benchmarks.migrate`` or ``make bench-migrate``.
+How, and what was found: ``benchmarks/migrate.md``.
 """
 
 from __future__ import annotations
@@ -16,10 +10,11 @@ import itertools
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.engine import (
@@ -28,8 +23,7 @@ from benchmarks.engine import (
     call_loans,
     demo_lending_engine,
 )
-from benchmarks.report import Spread, percentiles
-from benchmarks.result_files import machine, publish, said_by
+from benchmarks.harness import parser_of, percentiles, run, spread
 
 Part = dict[str, Any]
 LOADS = ("1x512", "1x2048", "1x8000", "8x512", "8x2048", "32x512")
@@ -176,13 +170,11 @@ def figures(moves: list[Move], kind: str) -> dict[str, Any]:
         **percentiles(f"{kind}_pause_ms", [1000 * pause for pause in pauses]),
         **percentiles(f"{kind}_pause_steps", steps),
         f"{kind}_move_ms": 1000 * statistics.median(s for one in moves for s in one.durations_s),
-        f"{kind}_step_while_away": asdict(
-            Spread.of([one.away_step_s / one.step_s for one in moves])
-        ),
+        f"{kind}_step_while_away": spread(one.away_step_s / one.step_s for one in moves),
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     loads = [Load.parse(text) for text in args.loads.split(",")]
     most = max(load.streams * (load.context + args.tokens) for load in loads)
     longest = max(load.context for load in loads) + args.tokens + 1
@@ -193,13 +185,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     first, end = map(int, args.layers.split("-"))
     parts: dict[str, Part] = {"head": {"heads": args.heads}, "layer": {"layers": [first, end]}}
     moves: dict[tuple[str, str], list[Move]] = {}
-    for run, load in itertools.product(range(args.runs), loads):
-        undisturbed = Streams(hot, load, args.tokens, run).finish()
+    for number, load in itertools.product(range(args.runs), loads):
+        undisturbed = Streams(hot, load, args.tokens, number).finish()
         for kind, part in parts.items():
             hot.reset_prefix_cache()
-            one = moved(pair, load, part, args.tokens, run, undisturbed)
+            one = moved(pair, load, part, args.tokens, number, undisturbed)
             moves.setdefault((kind, f"{load.streams}x{load.context}"), []).append(one)
-            print(f"run {run + 1}, {kind}s, {load.streams} x {load.context} tokens: {one}")
+            print(f"run {number + 1}, {kind}s, {load.streams} x {load.context} tokens: {one}")
         hot.reset_prefix_cache()
     every = {
         kind: [one for (of, _), some in moves.items() if of == kind for one in some]
@@ -210,25 +202,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "tokens_changed": sum(one.tokens_changed for some in moves.values() for one in some),
         "runs": args.runs,
         "by_load": {f"{kind} {load}": figures(some, kind) for (kind, load), some in moves.items()},
-        "moves": {
-            f"{kind} {load}": [one._asdict() for one in some]
-            for (kind, load), some in moves.items()
-        },
         "blocks": blocks,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def main() -> int:
+    parser = parser_of("migrate", __doc__)
     parser.add_argument("--loads", default=",".join(LOADS), help="streams x tokens of context")
     parser.add_argument("--heads", type=int, default=1, help="KV heads that move")
     parser.add_argument("--layers", default="15-30", help="layers that move: first-end")
     parser.add_argument("--tokens", type=int, default=120, help="output tokens of a stream")
     parser.add_argument("--runs", type=int, default=3)
-    args = parser.parse_args()
-    facts = machine()
-    publish("migrate", measure(args), setup=said_by(args), facts=facts)
+    return run("migrate", parser.parse_args(), measured)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,171 +1,163 @@
 """What does Loomserve cost over vLLM's own bare server?
 
-Arms go in pairs, a baseline and one that is compared with it, and each pair is started anew. Both
-serve the same model folder with the same engine flags, KV memory and pinning
-(:mod:`benchmarks.overhead_arms`). On core 0 the measured
-engine computes: of vLLM's server its worker alone, of Loomserve the engine's one process but for
-its threads for sockets. On core 1 are front ends, vLLM's EngineCore, an idle second engine and this
-load generator. Both stay up all the time, so that the two sides of a pair are seconds apart; the
-side that is not measured is frozen (SIGSTOP), because idle Ray processes and idle engines take a
-measurable share of core 1. But for ``one``, each arm holds two engines, of which one is idle:
-several models are what Loomserve is for, and a user without it would run two servers.
-
-The first of ``--arms`` is the baseline of all others. Where it is among them too, that is the noise
-floor of the method, and each ratio says whether it lies beyond it.
-``--arms loomserve:FOLDER,loomserve`` compares this checkout with another one, installed in FOLDER.
-
-The last line of the output is one JSON object, also written to ``benchmarks/results``. Exit codes:
-0 measured; 1 a request failed or a server went away; 2 wrong arguments or machine.
+How, and what was found: ``benchmarks/overhead.md``.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import uvloop
 
-from benchmarks.load import Target, Window, closed_loop, open_loop
-from benchmarks.overhead_arms import (
-    DEFAULT_ARMS,
-    KINDS,
-    comparison_name,
-    make_arms,
-    pair_options,
-    pairs,
-    parse_kinds,
-)
-from benchmarks.report import (
-    Pair,
-    Sample,
-    Spread,
-    WindowTooShortError,
-    absolute,
-    comparison,
-    sample,
-    throughput_ratio,
-)
-from benchmarks.result_files import machine, publish
-from benchmarks.servers import ENGINE_CORE, OTHER_CORE, Arm, EngineFlags, ServerFailedError, running
+from benchmarks.harness import medians, parser_of, ratios, rotated, run, spread
+from benchmarks.load import Window, closed_loop
+from benchmarks.platforms import PROGRAMS, Platform, two_models
+from benchmarks.servers import ENGINE_CORE, OTHER_CORE, Arm, EngineFlags, bare_arm, running
+from loomserve.platform import config
 from loomserve.platform.base.errors import LoomserveError, StartError
 from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
-LOADS = ("first", "1", "8", "32", "64", "open")
-USUAL_LOADS = ("first", "1", "8", "32", "64")
-"""Closed loops by their number of streams; ``first`` is one stream of two-token answers, since only
-many requests tell a first token's few milliseconds of delay from the machine's noise."""
+KINDS = {
+    "bare": "vLLM's own server, one an engine",
+    "one": "Loomserve with one model",
+    "loomserve": "Loomserve with two models, of which one is idle",
+    "lending": "likewise, and they may lend to each other",
+    "default": "likewise, as the example of make serve has it: its options, and its KV store",
+}
+"""``loomserve:FOLDER`` is another checkout, installed there."""
+DEFAULT_ARMS = ("bare", "bare", "one", "loomserve", "default")
 STREAMS = {"first": 1, "1": 1, "8": 8, "32": 32, "64": 64}
+"""Of each load, all closed loops; ``first`` is one stream of two-token answers, since only many
+requests tell a first token's few milliseconds of delay from the machine's noise."""
 LONGER = {"32": 3, "64": 5}
 """A window must hold requests that begin and end in it; with many streams each takes longer."""
-OPEN_SHARE = 0.6
-"""The open loop's rate, as a share of what the first arm serves with 8 streams."""
+FIRST_PORT = 18500
 ARM_BYTES = 7 * 2**30
 """Memory of one arm: two engines of a small model and their front ends, rounded up."""
+EXAMPLE = Path(__file__).parents[1] / "examples/laptop.yaml"
+Pair = tuple[dict[str, Any], dict[str, Any]]
+"""Figures of the baseline's window and of the other arm's, taken one right after the other."""
+
+
+# Arms
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to measure, how long and how often; seconds."""
+class PairOptions:
+    """What both arms of a pair are started with.
 
-    loads: tuple[str, ...]
-    runs: int
-    seconds: float
-    warmup: float
-    max_tokens: int
+    Attributes:
+        flags: of each engine.
+        engines: how many; all but the measured one are idle.
+        store_bytes: memory of the default configuration's KV store.
+    """
+
+    flags: EngineFlags
+    engines: int
+    store_bytes: int
 
 
-class RequestsFailedError(Exception):
-    """At least one request failed, so the numbers mean nothing."""
+def pair_options(kinds: Sequence[str], flags: EngineFlags) -> PairOptions:
+    """For two arms; with ``default``, both have the flags of ``examples/laptop.yaml``.
+
+    ``max_num_batched_tokens`` is not in it, and given to both arms as in every pair.
+    """
+    example = config.parse(EXAMPLE.read_text(encoding="utf-8"))
+    model = example.models[0]
+    if "default" in kinds:
+        flags = EngineFlags(**model.engine, kv_cache_memory_bytes=model.kv_cache_memory)
+    assert example.kvstore is not None
+    return PairOptions(flags, 1 if "one" in kinds else 2, example.kvstore.memory)
 
 
-def load(
-    target: Target, name: str, plan: Plan, seed: str, rate: float
-) -> Coroutine[Any, Any, Window]:
-    if name == "open":
-        return open_loop(
-            target,
-            rate=rate,
-            warmup=plan.warmup,
-            seconds=plan.seconds,
-            max_tokens=plan.max_tokens,
-            seed=seed,
+def pairs(kinds: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The baseline with each of the others."""
+    for other in kinds[1:]:
+        yield kinds[0], other
+
+
+def comparison_name(baseline: str, other: str) -> str:
+    """What a pair's figures are called; ``noise`` is the baseline against itself."""
+    if other == baseline:
+        return "noise"
+    return "loomserve-there" if ":" in other else other
+
+
+def make_arms(kinds: Sequence[str], model: str, flags: EngineFlags, logs: Path) -> list[Arm]:
+    """Of a pair; nothing is started. Configurations are written to ``logs``."""
+    first, second = ("loomserve-there" if ":" in kind else kind for kind in kinds)
+    names = (first, f"{second}-again" if first == second else second)
+    options = pair_options(kinds, flags)
+    arms = []
+    for number, (kind, name) in enumerate(zip(kinds, names, strict=True)):
+        port = FIRST_PORT + 10 * number
+        if kind == "bare":
+            arms.append(bare_arm(name, model, options.flags, port, logs, options.engines))
+            continue
+        checkout = kind.partition(":")[2]
+        written = two_models(
+            model,
+            options.flags,
+            port,
+            lending="auto" if kind == "lending" else None,
+            engines=options.engines,
+            store_bytes=options.store_bytes if kind == "default" else None,
         )
-    return closed_loop(
-        target,
+        programs = Path(checkout, ".venv/bin").absolute() if checkout else PROGRAMS
+        arms.append(Platform(written, logs, name, programs).arm("measured"))
+    return arms
+
+
+def parse_kinds(text: str) -> list[str]:
+    """Of a command line.
+
+    Raises:
+        argparse.ArgumentTypeError: there are fewer than two, one is not known, or not installed.
+    """
+    kinds = text.split(",")
+    if len(kinds) < 2 or not {kind.partition(":")[0] for kind in kinds} <= KINDS.keys():
+        raise argparse.ArgumentTypeError(
+            f"give two or more of {', '.join(KINDS)}, the baseline first, such as bare,default"
+        )
+    for kind in kinds:
+        checkout = kind.partition(":")[2]
+        if checkout and not Path(checkout, ".venv/bin/loomserve").exists():
+            raise argparse.ArgumentTypeError(f"{checkout} is not installed: run make install there")
+    return kinds
+
+
+# Measuring
+
+
+def drive(arm: Arm, name: str, plan: argparse.Namespace, seed: str) -> Window:
+    """Thaw an arm, load it, freeze it.
+
+    Raises:
+        NotMeasuredError: a request did not yield exactly the tokens asked for.
+    """
+    arm.thaw()
+    load = closed_loop(
+        arm.target,
         streams=STREAMS[name],
         warmup=plan.warmup,
         seconds=plan.seconds * LONGER.get(name, 1),
         max_tokens=2 if name == "first" else plan.max_tokens,
         seed=seed,
     )
-
-
-def drive(arm: Arm, name: str, plan: Plan, seed: str, rate: float = 0.0) -> Window:
-    """Thaw an arm, load it, freeze it.
-
-    Raises:
-        RequestsFailedError: a request did not yield exactly the tokens asked for.
-    """
-    arm.thaw()
-    window = uvloop.run(load(arm.target, name, plan, seed, rate))
+    window = uvloop.run(load)
     arm.freeze()
-    if window.errors:
-        shown = "\n".join(sorted(set(window.errors))[:5])
-        tails = "\n".join(server.tail() for server in arm.servers)
-        raise RequestsFailedError(
-            f"{arm.name}, load {name}: {len(window.errors)} of {len(window.outcomes)} requests "
-            f"failed:\n{shown}\n{tails}"
-        )
+    arm.answered(window.outcomes, f", load {name}")
     return window
-
-
-def measure(arm: Arm, name: str, plan: Plan, seed: str, rate: float) -> Sample:
-    return sample(drive(arm, name, plan, seed, rate), closed=name != "open")
-
-
-def in_turn(run: int) -> tuple[int, int]:
-    """Which arm goes first: A B, B A, A B, … so that a steady drift favours neither."""
-    return (0, 1) if run % 2 == 0 else (1, 0)
-
-
-def measure_pairs(arms: Sequence[Arm], plan: Plan, rate: float) -> dict[str, list[Pair]]:
-    measured: dict[str, list[Pair]] = {name: [] for name in plan.loads}
-    for run in range(plan.runs):
-        for name in plan.loads:
-            # Both arms get the same prompts, and no two loads share one: prefix caches stay cold.
-            samples = {
-                index: measure(arms[index], name, plan, f"{run}/{name}", rate)
-                for index in in_turn(run)
-            }
-            pair = (samples[0], samples[1])
-            measured[name].append(pair)
-            print(describe(f"run {run + 1}/{plan.runs}, load {name}", pair), flush=True)
-    return measured
-
-
-def describe(what: str, pair: Pair) -> str:
-    base, arm = pair
-    return (
-        f"{what}: {base.throughput:.1f} and {arm.throughput:.1f} tok/s "
-        f"(ratio {arm.throughput / base.throughput:.3f}), TTFT p50 {base.ttft_p50:.1f} and "
-        f"{arm.ttft_p50:.1f} ms, TPOT p50 {base.tpot_p50:.2f} and {arm.tpot_p50:.2f} ms"
-    )
-
-
-def summary(spreads: dict[str, Spread]) -> str:
-    return "\n".join(
-        f"load {name}: throughput ratio {of.median:.3f} ({of.min:.3f} to {of.max:.3f})"
-        for name, of in spreads.items()
-    )
 
 
 def idle(arm: Arm) -> dict[str, float]:
@@ -179,67 +171,58 @@ def idle(arm: Arm) -> dict[str, float]:
     return found
 
 
-def benchmark(arms: Sequence[Arm], plan: Plan) -> dict[str, Any]:
+def benchmark(arms: Sequence[Arm], plan: argparse.Namespace) -> dict[str, Any]:
     """All pairs of all loads; the arms are up and frozen."""
     at_rest = {arm.name: idle(arm) for arm in arms}
-    for name, found in at_rest.items():
-        print(f"{name} at rest: {found}", flush=True)
+    print(f"at rest: {at_rest}", flush=True)
     # Before anything counts: engines and front ends allocate on first use.
-    warm = replace(plan, seconds=min(plan.seconds, 5))
+    short = argparse.Namespace(**vars(plan) | {"seconds": min(plan.seconds, 5)})
     for arm in arms:
-        drive(arm, "32", warm, "warm-up/32")
-    capacity = drive(arms[0], "8", warm, "warm-up/8").tokens_per_second()
-    rate = OPEN_SHARE * capacity / plan.max_tokens
-    print(f"warm; the open loop sends {rate:.2f} requests/s", flush=True)
-    measured = measure_pairs(arms, plan, rate)
-    print(summary({name: throughput_ratio(of) for name, of in measured.items()}), flush=True)
+        drive(arm, "32", short, "warm-up/32")
+    measured: dict[str, list[Pair]] = {name: [] for name in plan.loads}
+    for number in range(plan.runs):
+        for name in plan.loads:
+            # Both arms get the same prompts, and no two loads share one: prefix caches stay cold.
+            found = {
+                arm.name: drive(arm, name, plan, f"{number}/{name}").figures()
+                for arm in rotated(arms, number)
+            }
+            pair = (found[arms[0].name], found[arms[1].name])
+            measured[name].append(pair)
+            print(f"run {number + 1}/{plan.runs}, load {name}: {pair}", flush=True)
+    rest = at_rest[arms[1].name]
     return {
         **comparison(measured),
-        **({"open_loop": open_loop_figures(measured["open"], rate)} if "open" in measured else {}),
         "absolute": {
             arm.name: {name: absolute([pair[side] for pair in of]) for name, of in measured.items()}
             for side, arm in enumerate(arms)
         },
+        "by_load": measured,
         "at_rest": at_rest,
-        "by_run": [
-            {
-                name: {arm.name: absolute([one]) for arm, one in zip(arms, of[run], strict=True)}
-                for name, of in measured.items()
-            }
-            for run in range(plan.runs)
-        ],
-        "memory_gib": at_rest[arms[1].name]["memory_gib"],
-        "idle_cores": sum(at_rest[arms[1].name][core] for core in ("core0", "core1")),
+        "memory_gib": rest["memory_gib"],
+        "idle_cores": rest["core0"] + rest["core1"],
     }
 
 
-def open_loop_figures(pairs: Sequence[Pair], rate: float) -> dict[str, Any]:
-    return {
-        "requests_per_second": rate,
-        "share_of_8_stream_capacity": OPEN_SHARE,
-        "throughput_ratio": asdict(throughput_ratio(pairs)),
-    }
+def comparison(measured: Mapping[str, Sequence[Pair]]) -> dict[str, Any]:
+    """Of each pair, then their medians: the machine's drift between pairs cancels."""
+    spreads = {}
+    for load, of in measured.items():
+        if load == "first":
+            later = [arm["ttft_ms_p50"] - base["ttft_ms_p50"] for base, arm in of]
+            spreads["ttft_added_ms_p50"] = spread(later)
+        else:
+            bases, arms = (
+                [each["tokens_per_second"] for each in side] for side in zip(*of, strict=True)
+            )
+            spreads[f"throughput_ratio_{load}"] = ratios(arms, bases)
+    return {**medians(spreads), "runs": min(map(len, measured.values()))}
 
 
-def compared(
-    kinds: tuple[str, str],
-    model: str,
-    flags: EngineFlags,
-    plan: Plan,
-    options: argparse.Namespace,
-    logs: Path,
-) -> dict[str, Any]:
-    """Start a pair of arms, measure it, and end it."""
-    here = os.sched_getaffinity(0)
-    arms = make_arms(kinds, model, flags, logs)
-    with running(arms, options.start_timeout):
-        # Servers that start inherit where this process may run, so it is bound only after that.
-        os.sched_setaffinity(0, {OTHER_CORE})
-        try:
-            found = benchmark(arms, plan)
-        finally:
-            os.sched_setaffinity(0, here)
-    return {"baseline": kinds[0], **found, "setup": asdict(pair_options(kinds, flags))}
+def absolute(windows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """One arm's own figures at one load: medians over its runs, and all requests."""
+    found = {name: statistics.median(one[name] for one in windows) for name in windows[0]}
+    return found | {"requests": sum(one["requests"] for one in windows)}
 
 
 def beyond_noise(comparisons: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, bool]]:
@@ -256,7 +239,24 @@ def beyond_noise(comparisons: Mapping[str, Mapping[str, Any]]) -> dict[str, dict
     }
 
 
-def check_machine(arms: int) -> None:
+def compared(
+    kinds: tuple[str, str], model: str, options: argparse.Namespace, logs: Path
+) -> dict[str, Any]:
+    """Start a pair of arms, measure it, and end it."""
+    here = os.sched_getaffinity(0)
+    flags = EngineFlags(dtype=options.dtype or cpu_dtype())
+    arms = make_arms(kinds, model, flags, logs)
+    with running(arms, options.start_timeout):
+        # Servers that start inherit where this process may run, so it is bound only after that.
+        os.sched_setaffinity(0, {OTHER_CORE})
+        try:
+            found = benchmark(arms, options)
+        finally:
+            os.sched_setaffinity(0, here)
+    return {"baseline": kinds[0], **found, "setup": asdict(pair_options(kinds, flags))}
+
+
+def check_machine() -> None:
     """Refuse a machine on which the numbers would mean something else.
 
     Raises:
@@ -265,17 +265,26 @@ def check_machine(arms: int) -> None:
     if not {ENGINE_CORE, OTHER_CORE} <= os.sched_getaffinity(0):
         raise StartError(f"cores {ENGINE_CORE} and {OTHER_CORE} are needed; allow both (taskset)")
     available = psutil.virtual_memory().available
-    if available < arms * ARM_BYTES:
+    if available < 2 * ARM_BYTES:
         raise StartError(
-            f"{arms} arms need about {arms * ARM_BYTES / 2**30:.0f} GiB of memory and "
+            f"two arms need about {2 * ARM_BYTES / 2**30:.0f} GiB of memory and "
             f"{available / 2**30:.1f} GiB is available; end other programs"
         )
 
 
+def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    check_machine()
+    model = str(catalog.resolve(options.model, Path.cwd()))
+    logs = options.logs or folder
+    comparisons = {
+        (name := comparison_name(*kinds)): compared(kinds, model, options, logs / name)
+        for kinds in pairs(options.arms)
+    }
+    return {"comparisons": comparisons, "beyond_noise": beyond_noise(comparisons)}
+
+
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overhead", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = parser_of("overhead", __doc__)
     parser.add_argument("--model", default="demo", help="demo, a folder, or a hub id")
     parser.add_argument(
         "--arms",
@@ -286,10 +295,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         + "; loomserve:FOLDER: another checkout, installed there",
     )
     parser.add_argument(
-        "--loads",
-        default=USUAL_LOADS,
-        type=_loads,
-        help=f"which loads, by their streams, of {','.join(LOADS)}; all but the last by default",
+        "--loads", default=tuple(STREAMS), type=_loads, help=f"some of {','.join(STREAMS)}"
     )
     parser.add_argument("--runs", type=int, default=5, help="pairs of each load")
     parser.add_argument("--seconds", type=float, default=8, help="measured time a load and arm")
@@ -310,47 +316,22 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _loads(text: str) -> tuple[str, ...]:
     loads = tuple(text.split(","))
-    if len(set(loads)) < len(loads) or not set(loads) <= set(LOADS):
-        raise argparse.ArgumentTypeError(f"give some of {','.join(LOADS)}, each once")
+    if len(set(loads)) < len(loads) or not set(loads) <= STREAMS.keys():
+        raise argparse.ArgumentTypeError(f"give some of {','.join(STREAMS)}, each once")
     return loads
 
 
 def main() -> int:
     options = arguments()
-    plan = Plan(options.loads, options.runs, options.seconds, options.warmup, options.max_tokens)
-    flags = EngineFlags(dtype=options.dtype or cpu_dtype())
-    logs = options.logs or Path(tempfile.mkdtemp(prefix="overhead-"))
-    facts = machine()
-    begin = time.monotonic()
-    try:
-        check_machine(2)
-        model = str(catalog.resolve(options.model, Path.cwd()))
-        print(f"serving {model}; logs in {logs}", flush=True)
-        comparisons = {}
-        for kinds in pairs(options.arms):
-            name = comparison_name(*kinds)
-            comparisons[name] = compared(kinds, model, flags, plan, options, logs / name)
-    except (LoomserveError, WindowTooShortError) as error:
-        print(f"overhead: {error}", file=sys.stderr)
-        return 2
-    except (ServerFailedError, RequestsFailedError) as error:
-        print(f"overhead: {error}", file=sys.stderr)
-        return 1
-    figures = {
-        "comparisons": comparisons,
-        "beyond_noise": beyond_noise(comparisons),
-        "errors": 0,
-    }
-    setup = {
-        "arms": options.arms,
-        "plan": asdict(plan),
-        "model": Path(model).name,
-        "cores": {"engine": ENGINE_CORE, "other": OTHER_CORE},
-        "unmeasured_arm": "frozen",
-        "wall_seconds": round(time.monotonic() - begin),
-    }
-    publish("overhead", figures, setup=setup, facts=facts)
-    return 0
+    return run(
+        "overhead",
+        options,
+        measured,
+        without=("logs", "start_timeout", "quick"),
+        errors=(LoomserveError,),
+        cores={"engine": ENGINE_CORE, "other": OTHER_CORE},
+        unmeasured_arm="frozen",
+    )
 
 
 if __name__ == "__main__":

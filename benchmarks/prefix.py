@@ -1,195 +1,91 @@
 """What does one KV store for all replicas gain on shared prefixes?
 
-Two replicas of one model serve conversations whose turns share prefixes. Arms have the store (any
-replica reuses what any other computed) or not, and a router: by load, in turn, by prefixes, or the
-less loaded of two; and there are two of vLLM's own servers, which get requests in turn. All have
-the same memory (:mod:`benchmarks.prefix_arms`). Arms run in pairs, in turn and with the same
-requests; a run's requests are new to both. Requests arrive as an open loop.
-
-``--trace`` takes a Mooncake trace (gzipped JSON lines), else conversations are generated in its
-likeness. The last line of the output is one JSON object, also written to ``benchmarks/results``.
+How, and what was found: ``benchmarks/prefix.md``.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import itertools
-import re
 import statistics
 import sys
-import tempfile
-import time
-import urllib.request
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from benchmarks.load import Outcome, Target, completion_body, new_session, post
-from benchmarks.overhead import RequestsFailedError, in_turn
-from benchmarks.prefix_arms import CONTEXT, KINDS, MEMORY_BYTES, PAIRS, arm, targets
-from benchmarks.report import Spread, percentile, percentiles
-from benchmarks.result_files import machine, publish
-from benchmarks.servers import Arm, ServerFailedError, running
-from benchmarks.workload import (
-    BLOCK_TOKENS,
-    PrefixRequest,
-    conversations,
-    mooncake,
-    reuse,
-    spread_over,
-)
+from benchmarks.harness import in_turns, over, parser_of, run
+from benchmarks.load import send_when_due
+from benchmarks.prefix_arms import CONTEXT, KINDS, MEMORY_BYTES, MODEL, arm, figures, urls
+from benchmarks.servers import Arm, running
+from benchmarks.workload import BLOCK_TOKENS, PrefixRequest, conversations, mooncake, reuse
 from loomserve.platform.models import catalog
 
-_SERVED = re.compile(r"^vllm:prompt_tokens_total\{([^}]*)\} ([0-9.e+]+)$", re.MULTILINE)
-_REPLICA = re.compile(r'replica="([^"]+)"')
+PAIRS = (
+    ("store", "no_store"),
+    ("store", "store_round_robin"),
+    ("no_store", "round_robin"),
+    ("store", "round_robin"),
+    ("store", "prefix_router"),
+    ("store", "power_of_two"),
+    ("store", "stock"),
+    ("store_prefix_router", "prefix_router"),
+)
+"""The first over the second. The first four tell BanaServe's store and its algorithm 4-2 apart: the
+store with either router, and the router with and without the store."""
 
 
-@dataclass(frozen=True)
-class Replay:
-    """One arm's answers to one run's requests."""
-
-    ttft_ms: list[float]
-    hit_rate: float
-    load_cv: float
-
-    @property
-    def p50(self) -> float:
-        return percentile(self.ttft_ms, 50)
-
-    @property
-    def p99(self) -> float:
-        return percentile(self.ttft_ms, 99)
-
-    def figures(self) -> dict[str, Any]:
-        return {
-            **percentiles("ttft_ms", self.ttft_ms),
-            "hit_rate": self.hit_rate,
-            "load_cv": self.load_cv,
-        }
-
-
-def served_tokens(of: Sequence[Target]) -> dict[str, float]:
-    """Prompt tokens that each replica, or server, has taken so far."""
-    found: dict[str, float] = {}
-    for target in of:
-        with urllib.request.urlopen(f"{target.url}/metrics", timeout=10) as response:
-            page = response.read().decode()
-        for labels, value in _SERVED.findall(page):
-            replica = _REPLICA.search(labels)
-            if replica or len(of) > 1:
-                found[replica[1] if replica else target.url] = float(value)
-    return found
-
-
-async def send(of: Sequence[Target], requests: Sequence[PrefixRequest], seed: str) -> list[Outcome]:
-    """Each to the next target when it is due."""
-    prompts = [request.prompt(seed) for request in requests]
-    begin = time.perf_counter()
-    async with new_session() as session:
-
-        async def one(place: int, request: PrefixRequest, prompt: list[int]) -> Outcome:
-            target = of[place % len(of)]
-            due = begin + request.at_s
-            await asyncio.sleep(due - time.perf_counter())
-            data = completion_body(target.model, prompt, request.output_tokens)
-            return await post(
-                session, f"{target.url}/v1/completions", data, request.output_tokens, due
-            )
-
-        return await asyncio.gather(*map(one, itertools.count(), requests, prompts))
-
-
-def replay(arm: Arm, requests: Sequence[PrefixRequest], seed: str) -> Replay:
-    """Thaw an arm, send it the requests, freeze it.
+def replay(of: Arm, requests: Sequence[PrefixRequest], seed: str) -> dict[str, Any]:
+    """Thaw an arm, send it the requests when they are due, freeze it; what came.
 
     Raises:
-        RequestsFailedError: a request failed.
+        NotMeasuredError: a request failed.
     """
-    arm.thaw()
-    before = served_tokens(targets(arm))
-    outcomes = uvloop.run(send(targets(arm), requests, seed))
-    time.sleep(2.5)  # replicas report their metrics every two seconds
-    after = served_tokens(targets(arm))
-    arm.freeze()
-    if errors := {outcome.error for outcome in outcomes if outcome.error}:
-        raise RequestsFailedError(f"{arm.name}: {sorted(errors)[:3]}\n{arm.servers[0].tail()}")
-    prompt_tokens = sum(outcome.prompt_tokens for outcome in outcomes)
-    return Replay(
-        ttft_ms=[1000 * outcome.ttft for outcome in outcomes],
-        hit_rate=sum(outcome.cached_tokens for outcome in outcomes) / prompt_tokens,
-        load_cv=spread_over([int(after[name] - before.get(name, 0)) for name in after]),
-    )
+    asked = [one.asked(MODEL, seed) for one in requests]
+    of.thaw()
+    outcomes = uvloop.run(send_when_due(urls(of), asked))
+    of.freeze()
+    return figures(of.answered(outcomes))
 
 
 def pairing(
     model: str, names: tuple[str, str], options: argparse.Namespace, folder: Path
-) -> list[tuple[Replay, Replay]]:
-    """Replays of two arms, run by run."""
+) -> dict[str, Any]:
+    """Two arms run by run, the first over the second."""
     pair = "_vs_".join(names)
-    arms = [arm(name, model, place, folder / pair) for place, name in enumerate(names)]
-    pairs = []
-    with running(arms, options.start_timeout, bind=False):
-        for one in arms:
+    arms = {name: arm(name, model, n, folder / pair)[0] for n, name in enumerate(names)}
+
+    def measure(name: str, number: int) -> dict[str, Any]:
+        return replay(arms[name], workload(options, f"run {number}"), f"{pair}/{number}")
+
+    with running(list(arms.values()), options.start_timeout, bind=False):
+        for one in arms.values():
             replay(one, workload(options, "warm")[:6], f"warm-up/{pair}")
-        for run in range(options.runs):
-            requests = workload(options, f"run {run}")
-            seed = f"{pair}/{run}"
-            found = {side: replay(arms[side], requests, seed) for side in in_turn(run)}
-            pairs.append((found[0], found[1]))
-            print(describe(f"run {run + 1}/{options.runs}", requests, names, pairs[-1]), flush=True)
-    return pairs
+        runs = in_turns(names, options.runs, measure)
+    return {
+        "ttft_p50_ratio": over(runs, *names, "ttft_ms_p50"),
+        "ttft_p99_ratio": over(runs, *names, "ttft_ms_p99"),
+        "hit_rate": {name: statistics.median(one[name]["hit_rate"] for one in runs)
+                     for name in names},
+        "by_run": runs,
+    }  # fmt: skip
 
 
 def workload(options: argparse.Namespace, seed: str) -> list[PrefixRequest]:
-    most = (CONTEXT - 128) // BLOCK_TOKENS
-    if options.trace:
-        return mooncake(options.trace, requests=options.requests, rate=options.rate,
-                        max_blocks=most, seed=seed)  # fmt: skip
-    return conversations(requests=options.requests, rate=options.rate, max_blocks=most, seed=seed)
-
-
-def describe(
-    what: str,
-    requests: Sequence[PrefixRequest],
-    names: tuple[str, str],
-    pair: tuple[Replay, Replay],
-) -> str:
-    one, base = pair
-    return (
-        f"{what}: {' and '.join(names)} TTFT p50 {one.p50:.0f} and {base.p50:.0f} ms, p99 "
-        f"{one.p99:.0f} and {base.p99:.0f} ms, hit rate {one.hit_rate:.2f} and "
-        f"{base.hit_rate:.2f} of {reuse(requests):.2f}, load CV {one.load_cv:.2f} and "
-        f"{base.load_cv:.2f}"
-    )
-
-
-def ratio(pairs: Sequence[tuple[Replay, Replay]], rank: str) -> dict[str, float]:
-    return asdict(Spread.of([getattr(s, rank) / getattr(b, rank) for s, b in pairs]))
-
-
-def report(found: Mapping[tuple[str, str], Sequence[tuple[Replay, Replay]]]) -> dict[str, Any]:
-    """Of each pair, the first arm over the second, a run; then each run's own figures."""
-    return {
-        "pairs": {
-            "_vs_".join(names): {
-                "ttft_p50_ratio": ratio(pairs, "p50"),
-                "ttft_p99_ratio": ratio(pairs, "p99"),
-                "hit_rate": {
-                    name: statistics.median(one.hit_rate for one in side)
-                    for name, side in zip(names, zip(*pairs, strict=True), strict=True)
-                },
-                "by_run": [
-                    {name: one.figures() for name, one in zip(names, pair, strict=True)}
-                    for pair in pairs
-                ],
-            }
-            for names, pairs in found.items()
-        }
+    of = {
+        "requests": options.requests,
+        "rate": options.rate,
+        "max_blocks": (CONTEXT - 128) // BLOCK_TOKENS,
+        "seed": seed,
     }
+    return mooncake(options.trace, **of) if options.trace else conversations(**of)
+
+
+def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    model = str(catalog.resolve("demo", Path.cwd()))
+    pairs = {"_vs_".join(pair): pairing(model, pair, options, folder) for pair in options.pairs}
+    ideal = reuse(workload(options, "run 0"))
+    return {"pairs": pairs, "ideal_hit_rate": ideal, "runs": options.runs}
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -200,9 +96,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.prefix", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = parser_of("prefix", __doc__)
     parser.add_argument("--trace", type=Path, help="a Mooncake trace, .jsonl.gz")
     parser.add_argument("--runs", type=int, default=5, help="of each pair")
     parser.add_argument("--requests", type=int, default=40, help="a run and arm")
@@ -212,28 +106,14 @@ def main() -> int:
         help=f"of {', '.join(KINDS)}",
     )  # fmt: skip
     parser.add_argument("--start-timeout", type=float, default=600)
-    options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="prefix-"))
-    facts = machine()
-    model = str(catalog.resolve("demo", Path.cwd()))
-    print(f"serving {model}; logs in {folder}", flush=True)
-    try:
-        found = {names: pairing(model, names, options, folder) for names in options.pairs}
-    except (ServerFailedError, RequestsFailedError) as error:
-        print(f"prefix: {error}", file=sys.stderr)
-        return 1
-    setup = {
-        "runs": options.runs,
-        "requests": options.requests,
-        "rate": options.rate,
-        "trace": options.trace.name if options.trace else "generated",
-        "ideal_hit_rate": reuse(workload(options, "run 0")),
-        "block_tokens": BLOCK_TOKENS,
-        "memory_bytes": MEMORY_BYTES,
-        "pairs": options.pairs,
-    }
-    publish("prefix", {**report(found), "runs": options.runs}, setup=setup, facts=facts)
-    return 0
+    return run(
+        "prefix",
+        parser.parse_args(),
+        measured,
+        without=("start_timeout",),
+        block_tokens=BLOCK_TOKENS,
+        memory_bytes=MEMORY_BYTES,
+    )
 
 
 if __name__ == "__main__":

@@ -6,11 +6,15 @@ that the others lack.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.load import Target
-from benchmarks.servers import Arm, EngineFlags, bare_arm, configured_arm
+from benchmarks.harness import percentiles
+from benchmarks.load import Outcome
+from benchmarks.platforms import Platform, configuration, served
+from benchmarks.servers import Arm, EngineFlags, bare_arm
 from benchmarks.workload import BLOCK_TOKENS
 from loomserve.platform.devices.precision import cpu_dtype
 
@@ -52,18 +56,6 @@ KINDS = {
     "power_of_two": Kind("power_of_two"),
     "stock": Kind(None),
 }
-PAIRS = (
-    ("store", "no_store"),
-    ("store", "store_round_robin"),
-    ("no_store", "round_robin"),
-    ("store", "round_robin"),
-    ("store", "prefix_router"),
-    ("store", "power_of_two"),
-    ("store", "stock"),
-    ("store_prefix_router", "prefix_router"),
-)
-"""The first over the second. The first four tell BanaServe's store and its algorithm 4-2 apart: the
-store with either router, and the router with and without the store."""
 
 
 def flags(kind: Kind) -> EngineFlags:
@@ -78,33 +70,31 @@ def flags(kind: Kind) -> EngineFlags:
     )
 
 
-def arm(name: str, model: str, place: int, folder: Path) -> Arm:
-    """Not started; ``place`` in its pair tells its ports."""
+def arm(name: str, model: str, place: int, folder: Path) -> tuple[Arm, Platform | None]:
+    """Not started; ``place`` among the arms tells its ports. Of vLLM's own there is no platform."""
     kind, port = KINDS[name], FIRST_PORT + 10 * place
     if kind.policy is None:
         more = ("--enable-prompt-tokens-details",)
-        return bare_arm(name, model, flags(kind), port, folder, more=more)
-    config: dict[str, object] = {
-        "devices": [{"name": f"core{core}", "kind": "cpu", "cores": [core]} for core in range(2)],
-        "models": [
-            {
-                "name": MODEL,
-                "source": model,
-                "devices": ["core0", "core1"],
-                "replicas": 2,
-                "kv_cache_memory": kind.kv_bytes,
-                "router": {"policy": kind.policy},
-                "engine": {**flags(kind).options(), "enable_prompt_tokens_details": True},
-            }
-        ],
-        "server": {"host": "127.0.0.1", "port": port},
-    }
-    if kind.store:
-        disk = {"ssd": kind.disk_bytes, "ssd_path": str(folder / f"{name}-disk")}
-        config["kvstore"] = {"memory": kind.store_bytes, **(disk if kind.disk_bytes else {})}
-    return configured_arm(name, config, MODEL, port, folder)
+        return bare_arm(name, model, flags(kind), port, folder, more=more), None
+    engine = {**flags(kind).options(), "enable_prompt_tokens_details": True}
+    of = served(MODEL, model, kind.kv_bytes, engine, router={"policy": kind.policy})
+    store: dict[str, Any] = {"memory": kind.store_bytes}
+    if kind.disk_bytes:
+        store |= {"ssd": kind.disk_bytes, "ssd_path": str(folder / f"{name}-disk")}
+    config = configuration(port, of, **({"kvstore": store} if kind.store else {}))
+    platform = Platform(config, folder, name)
+    return platform.arm(MODEL), platform
 
 
-def targets(of: Arm) -> list[Target]:
+def urls(of: Arm) -> list[str]:
     """Where its requests go, in turn: one address of the platform, or each server's own."""
-    return [replace(of.target, url=f"http://127.0.0.1:{server.port}") for server in of.servers]
+    return [f"http://127.0.0.1:{server.port}" for server in of.servers]
+
+
+def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Of whole answers; ``hit_rate`` is the share of their prompts' tokens that was found."""
+    return {
+        **percentiles("ttft_ms", [1000 * one.ttft for one in outcomes]),
+        "hit_rate": sum(one.cached_tokens for one in outcomes)
+        / sum(one.prompt_tokens for one in outcomes),
+    }

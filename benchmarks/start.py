@@ -3,8 +3,6 @@
 Two models with an engine each on a core, from the command to the first answer of both: Loomserve,
 and beside it in turn two of vLLM's own servers. Then an engine of Loomserve's is killed, and the
 time is taken until its model has another. The first run of an arm fills caches and is not told.
-
-The last line of the output is one JSON object, also written to ``benchmarks/results``.
 """
 
 from __future__ import annotations
@@ -13,21 +11,18 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
-from benchmarks.report import Spread
-from benchmarks.result_files import FOLDER, machine, publish, said_by
-from benchmarks.servers import Arm, EngineFlags, bare_arm, loomserve_arm
-from loomserve.platform.cli.admin_token import token_for
+from benchmarks.harness import parser_of, ratios, rotated, run, spread
+from benchmarks.platforms import Platform, engine_process, two_models
+from benchmarks.servers import Arm, EngineFlags, bare_arm
 from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
-_PORT = 18420
+PORT = 18420
 _BACK_S = 120.0
 _POLL_S = 0.05
 
@@ -55,84 +50,62 @@ def started(arm: Arm, models: Sequence[tuple[str, int]], timeout_s: float) -> fl
     return time.monotonic() - begin
 
 
-def back(model: str, port: int) -> float:
-    """Seconds after which a model whose engine is killed has another one.
+def kill_engines(platform: Platform, model: str) -> float:
+    """Kill all engines of a model; seconds after which it has as many others.
 
     Raises:
-        TimeoutError: it has none in two minutes.
+        TimeoutError: it has not in two minutes.
     """
-    (replica,) = replicas(model, port)
-    psutil.Process(replica["engine_pid"]).kill()
+    gone = {replica["id"] for replica in platform.replicas(model)}
+    for replica in platform.replicas(model):
+        engine_process(replica).kill()
     begin = time.monotonic()
-    while time.monotonic() - begin < _BACK_S:
-        # The one that is gone is told of until its silence tells that it is.
-        if any(each["id"] != replica["id"] for each in replicas(model, port)):
-            return time.monotonic() - begin
-        time.sleep(_POLL_S)
-    raise TimeoutError(f"{model} has no other replica after {_BACK_S:.0f} s")
+
+    def back() -> bool:
+        # One that is gone is told of until its silence tells that it is.
+        return len({each["id"] for each in platform.replicas(model)} - gone) >= len(gone)
+
+    platform.wait(back, _BACK_S, f"{model} has other engines", every_s=_POLL_S)
+    return time.monotonic() - begin
 
 
-def replicas(model: str, port: int) -> list[dict[str, Any]]:
-    """Those of a model in the platform's state; one that has ended is among them for a while."""
-    url = f"http://127.0.0.1:{port}"
-    said = httpx.get(
-        f"{url}/admin/v1/state", headers={"Authorization": f"Bearer {token_for(url)}"}, timeout=30
-    )
-    (found,) = (each for each in said.json()["models"] if each["name"] == model)
-    return list(found["replicas"])
-
-
-def measured(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each run, by what was timed."""
+def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model = str(catalog.resolve(options.model, Path.cwd()))
     flags = EngineFlags(dtype=options.dtype or cpu_dtype())
-    found: dict[str, list[float]] = {"vllm": [], "loomserve": [], "back": []}
-    for run in range(options.runs + 1):
-        for name in ("vllm", "loomserve") if run % 2 else ("loomserve", "vllm"):
+    took: dict[str, list[float]] = {"vllm": [], "loomserve": [], "back": []}
+    for number in range(options.runs + 1):
+        for name in rotated(("loomserve", "vllm"), number):
+            platform = Platform(two_models(model, flags, PORT), folder)
             if name == "vllm":
-                arm = bare_arm(name, model, flags, _PORT, options.logs)
-                models = [("measured", _PORT), ("measured", _PORT + 1)]
+                arm = bare_arm(name, model, flags, PORT, folder)
+                models = [("measured", PORT), ("measured", PORT + 1)]
             else:
-                arm = loomserve_arm(name, model, flags, _PORT, options.logs)
-                models = [("measured", _PORT), ("idle", _PORT)]
+                arm = platform.arm("measured")
+                models = [("measured", PORT), ("idle", PORT)]
             try:
-                found[name].append(started(arm, models, options.start_timeout))
+                took[name].append(started(arm, models, options.start_timeout))
                 if name == "loomserve":
-                    found["back"].append(back("idle", _PORT))
+                    took["back"].append(kill_engines(platform, "idle"))
             finally:
                 for server in arm.servers:
                     server.stop()
-            print(f"run {run}: {name} answers after {found[name][-1]:.1f} s", flush=True)
-    return {name: took[1:] for name, took in found.items()}
+            print(f"run {number}: {name} answers after {took[name][-1]:.1f} s", flush=True)
+    vllm, loomserve, back = (of[1:] for of in took.values())
+    return {
+        "two_engines_ready_s": spread(loomserve),
+        "two_vllm_servers_start_s": spread(vllm),
+        "start_ratio": ratios(loomserve, vllm),
+        "engine_back_s": spread(back),
+    }
 
 
-def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.start", description=(__doc__ or "").partition("\n")[0]
-    )
+def main() -> int:
+    parser = parser_of("start", __doc__)
     parser.add_argument("--model", default="demo", help="demo, a folder, or a hub id")
     parser.add_argument("--dtype", help="vLLM's dtype for both arms; else what this CPU is fit for")
     parser.add_argument("--runs", type=int, default=3, help="of each arm, after a first one")
     parser.add_argument("--start-timeout", type=float, default=600, help="for each server, s")
-    parser.add_argument("--logs", type=Path, default=FOLDER / "start-logs")
-    parsed = parser.parse_args(words)
-    if parsed.runs < 1:
-        parser.error("--runs must be positive")
-    return parsed
-
-
-def main() -> int:
-    options = arguments()
-    facts = machine()
-    took = measured(options)
-    result = {
-        "two_engines_ready_s": asdict(Spread.of(took["loomserve"])),
-        "two_vllm_servers_start_s": asdict(Spread.of(took["vllm"])),
-        "start_ratio": asdict(Spread.of_ratios(took["loomserve"], took["vllm"])),
-        "engine_back_s": asdict(Spread.of(took["back"])),
-    }
-    publish("start", result, setup=said_by(options, "logs"), facts=facts)
-    return 0
+    return run("start", parser.parse_args(), measured, without=("start_timeout",))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ on the host beside a GPU. Arms are vLLM's own engine, one with our worker and sc
 with the KV store, which runs in a process of its own on another core if there is one. Each run
 starts a process for each arm in turn; a figure of an arm is the least of its repeats' means over
 steps, as whatever else the machine does only adds to a step. Arms are compared within a run.
-
-The last line of the output is one JSON object, also written to ``benchmarks/results``.
 """
 
 from __future__ import annotations
@@ -19,15 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import end, engine_options, offline_engine, save_llama
-from benchmarks.report import Spread
-from benchmarks.result_files import machine, publish, said_by
+from benchmarks.harness import NotMeasuredError, in_turns, parser_of, run, spread
 from loomserve.kvstore.server.opening import start_server
 from loomserve.kvstore.server.options import StoreOptions
 
@@ -115,29 +111,40 @@ def running_store(folder: Path) -> Iterator[None]:
             process.kill()
 
 
-def measured(arm: str, model: Path) -> dict[str, float]:
+def served(arm: str, model: Path) -> dict[str, float]:
+    """Microseconds of a step by number of requests, of an arm in a process of its own."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name, running_store(Path(name)):
         ran = subprocess.run(
             _command("--arm", arm, model, name), capture_output=True, text=True, check=False
         )
     if ran.returncode:
-        raise RuntimeError(f"{arm}: {ran.stderr[-2000:]}")
+        raise NotMeasuredError(f"{arm}: {ran.stderr[-2000:]}")
     found: dict[str, float] = json.loads(ran.stdout.strip().splitlines()[-1])
     return found
-
-
-def spread(values: Iterable[float]) -> dict[str, Any]:
-    return asdict(Spread.of([*values]))
 
 
 def _command(*words: object) -> list[str]:
     return [sys.executable, "-m", "benchmarks.step_overhead", *map(str, words)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.step_overhead", description=(__doc__ or "").splitlines()[0]
-    )
+def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    save_model(folder)
+    runs = in_turns(ARMS, options.runs, lambda arm, _: served(arm, folder))
+    counts = list(map(str, REQUESTS))
+    return {
+        "more_than_vllm_us": {
+            arm: {of: spread(one[arm][of] - one["vllm"][of] for one in runs) for of in counts}
+            for arm in ARMS[1:]
+        },
+        "step_us": {
+            arm: {of: spread(one[arm][of] for one in runs) for of in counts} for arm in ARMS
+        },
+        "runs": runs,
+    }
+
+
+def main() -> int:
+    parser = parser_of("step_overhead", __doc__)
     parser.add_argument("--runs", type=int, default=3, help="of all arms in turn")
     parser.add_argument("--arm", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--serve-store", type=Path, help=argparse.SUPPRESS)
@@ -145,29 +152,12 @@ def main() -> None:
     if given.arm:
         arm, model, folder = given.arm
         serve_arm(arm, Path(model), Path(folder))
-        return
+        return 0
     if given.serve_store:
         serve_store(given.serve_store)
-        return
-    facts = machine()
-    runs = []
-    with tempfile.TemporaryDirectory() as name:
-        save_model(Path(name))
-        for number in range(given.runs):
-            runs.append({arm: measured(arm, Path(name)) for arm in ARMS})
-            print(f"run {number + 1}/{given.runs}: {runs[-1]}", flush=True)
-    figures = {
-        "more_than_vllm_us": {
-            arm: {of: spread(run[arm][of] - run["vllm"][of] for run in runs) for of in runs[0][arm]}
-            for arm in ARMS[1:]
-        },
-        "step_us": {
-            arm: {of: spread(run[arm][of] for run in runs) for of in runs[0][arm]} for arm in ARMS
-        },
-        "runs": runs,
-    }
-    publish("step_overhead", figures, setup=said_by(given, "arm", "serve_store"), facts=facts)
+        return 0
+    return run("step_overhead", given, measured, without=("arm", "serve_store"))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,14 +1,6 @@
 """How fast is the KV store, against what the machine's memory and disk can do?
 
-Without an engine: blocks of the demo model's shape go from a KV cache into the store and back
-through the very transfer threads that a worker runs, layer by layer, checksums included, against
-plain copies of the same pieces between the same places. A worker's first writes to shared memory
-also map its pages, once, and are told apart ("put_first"). The SSD tier's reads stand against
-sequential ``O_DIRECT`` reads of a file, block by block, by as many threads. Lookups go through the
-socket.
-
-Every figure is taken ``--runs`` times, each run's ratio against that run's own baseline. The last
-line of the output is one JSON object, also written to ``benchmarks/results``.
+How, and what was found: ``benchmarks/store.md``.
 """
 
 from __future__ import annotations
@@ -22,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.engine import BLOCK_TOKENS, running_store
-from benchmarks.report import Spread
-from benchmarks.result_files import machine, publish, said_by
+from benchmarks.harness import parser_of, ratios, run, spread
 from loomserve.kvstore.engine.transfers.copies import Load, Save
 from loomserve.kvstore.engine.transfers.loader import Loader
 from loomserve.kvstore.engine.transfers.memory import KvMemory, stream_for
@@ -123,11 +113,9 @@ def memory_run(store_options: StoreOptions, run: int) -> dict[str, float]:
     """Put, plain copies and get of the same blocks, in turn."""
     engine = Engine(store_options)
     size = BLOCKS * LAYERS * LAYER_BYTES
-    source, target = (np.empty(size, np.uint8) for _ in range(2))
-    source[:] = 1
-    target[:] = 0
-    first = gigabytes_per_s(size, lambda: engine.put(chain(run, BLOCKS)))
-    taken: dict[str, list[float]] = {"put": [], "memcpy": [], "get": [], "memcpy_large": []}
+    # A worker's first writes to shared memory also map its pages, once.
+    engine.put(chain(run, BLOCKS))
+    taken: dict[str, list[float]] = {"put": [], "memcpy": [], "get": []}
     for repeat in range(REPEATS):
         engine.client.ask(Flush(""), Done)
         keys = chain(1000 * (run + 1) + repeat, BLOCKS)
@@ -136,9 +124,7 @@ def memory_run(store_options: StoreOptions, run: int) -> dict[str, float]:
         slots = decode_slots(found.slots)
         taken["memcpy"].append(gigabytes_per_s(size, partial(engine.copy, slots)))
         taken["get"].append(gigabytes_per_s(size, partial(engine.get, keys, found)))
-        taken["memcpy_large"].append(gigabytes_per_s(size, lambda: np.copyto(target, source)))
-    medians = {f"{name}_gbps": statistics.median(of) for name, of in taken.items()}
-    return medians | {"put_first_gbps": first}
+    return {f"{name}_gbps": statistics.median(of) for name, of in taken.items()}
 
 
 def wait_for(engine: Engine, keys: bytes, blocks: int) -> Found:
@@ -221,66 +207,50 @@ def lookup_us(store_options: StoreOptions, blocks: int, times: int = LOOKUPS_A_R
     return 1e6 * statistics.median(taken)
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    return asdict(Spread.of(values))
-
-
 def benchmark(store_options: StoreOptions, disk: Path, runs: int) -> dict[str, Any]:
-    in_memory = [memory_run(store_options, run) for run in range(runs)]
+    in_memory = [memory_run(store_options, number) for number in range(runs)]
     on_ssd = {threads: [ssd_run(disk, threads) for _ in range(runs)] for threads in CONCURRENCY}
     lookups = {
         blocks: [lookup_us(store_options, blocks) for _ in range(runs)] for blocks in LOOKUPS
     }
-    best = {threads: statistics.median(r["ssd_get_gbps"] for r in of)
-            for threads, of in on_ssd.items()}  # fmt: skip
-    threads = max(best, key=lambda threads: best[threads])
-    figures = {name: spread([run[name] for run in in_memory]) for name in in_memory[0]} | {
-        name: spread([run[name] for run in on_ssd[threads]])
-        for name in ("ssd_get_gbps", "ssd_raw_gbps", "ssd_put_gbps")
+    by_threads = {
+        threads: {name: statistics.median(one[name] for one in of) for name in of[0]}
+        for threads, of in on_ssd.items()
     }
+    threads = max(by_threads, key=lambda threads: by_threads[threads]["ssd_get_gbps"])
+    best = on_ssd[threads]
+
+    def over(of: Sequence[dict[str, float]], name: str, base: str) -> dict[str, Any]:
+        return ratios([one[name] for one in of], [one[base] for one in of])
+
     return {
-        **{name: of["median"] for name, of in figures.items()},
-        **{
-            f"{name}_over_memcpy": spread(
-                [run[f"{name}_gbps"] / run["memcpy_gbps"] for run in in_memory]
-            )
-            for name in ("get", "put")
-        },
-        "ssd_get_over_raw": spread(
-            [run["ssd_get_gbps"] / run["ssd_raw_gbps"] for run in on_ssd[threads]]
-        ),
-        "lookup_us_p50": {str(blocks): asdict(Spread.of(of)) for blocks, of in lookups.items()},
+        "get_over_memcpy": over(in_memory, "get_gbps", "memcpy_gbps"),
+        "put_over_memcpy": over(in_memory, "put_gbps", "memcpy_gbps"),
+        "ssd_get_over_raw": over(best, "ssd_get_gbps", "ssd_raw_gbps"),
+        "lookup_us_p50": {str(blocks): spread(of) for blocks, of in lookups.items()},
         "lookup_us_n": LOOKUPS_A_RUN,
         "runs": runs,
-        "spread": figures,
-        "ssd_threads": threads,
-        "ssd_by_threads": {
-            str(threads): {name: statistics.median(run[name] for run in of) for name in of[0]}
-            for threads, of in on_ssd.items()
+        "spread": {
+            name: spread(one[name] for one in of) for of in (in_memory, best) for name in of[0]
         },
+        "ssd_threads": threads,
+        "ssd_by_threads": by_threads,
     }
+
+
+def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    with (
+        tempfile.TemporaryDirectory(dir=options.disk or Path.home()) as disk,
+        running_store(folder) as store_options,
+    ):
+        return benchmark(store_options, Path(disk), options.runs)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.store", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = parser_of("store", __doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--disk", type=Path, help="folder on the disk to measure")
-    options = parser.parse_args()
-    facts = machine()
-    with (
-        tempfile.TemporaryDirectory(dir=options.disk or Path.home()) as folder,
-        running_store(Path(folder)) as store_options,
-    ):
-        figures = benchmark(store_options, Path(folder), options.runs)
-    # That benchmark takes its parts from this one.
-    from benchmarks.transfer import measured_hidden_share
-
-    with tempfile.TemporaryDirectory() as folder, running_store(Path(folder)) as store_options:
-        figures["hidden_share"] = measured_hidden_share(store_options)
-    publish("store", figures, setup=said_by(options, "disk"), facts=facts)
-    return 0
+    return run("store", parser.parse_args(), measured, without=("disk",))
 
 
 if __name__ == "__main__":

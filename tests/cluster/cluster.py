@@ -18,11 +18,10 @@ import psutil
 import pytest
 import yaml
 
-from benchmarks.continuation import Load
-from benchmarks.continuation_requests import Answer, Asked
 from loomserve.platform.access.keys import new_key
 from tests.cluster.nodes import Command, Node
 from tests.e2e.conftest import ENGINE, TOOLS, Platform
+from tests.streams import Answer, Asked, Load
 from tests.waiting import PATIENCE_S
 
 MODEL = "smollm2-135m"

@@ -12,13 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.continuation import differences
-from benchmarks.continuation_requests import mixture
 from loomserve.platform.access.keys import new_key
 from tests.cluster.cluster import MODEL, PORT, Cluster, Running, answers, cluster, until
 from tests.cluster.nodes import network
 from tests.e2e.conftest import Platform
 from tests.e2e.test_two_front_ends import samples
+from tests.streams import differences, mixture
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 

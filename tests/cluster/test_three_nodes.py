@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.continuation_requests import Answer
-from benchmarks.nodes import HEAD, WORKERS, Nodes
 from tests.cluster.cluster import cluster
+from tests.cluster.cut_nodes import HEAD, WORKERS, Nodes
 from tests.cluster.nodes import network
+from tests.streams import Answer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 

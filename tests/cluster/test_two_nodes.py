@@ -15,12 +15,11 @@ import psutil
 import pytest
 import zmq
 
-from benchmarks.continuation import differences
-from benchmarks.continuation_requests import Answer, Asked, mixture
 from loomserve.platform.engine.core.addresses import HELLO
 from tests.cluster.cluster import MODEL, PORT, Cluster, Running, until
 from tests.cluster.nodes import Node
 from tests.e2e.conftest import Platform
+from tests.streams import Answer, Asked, differences, mixture
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import prometheus
-from benchmarks.prometheus import Prometheus
 from dashboards.panels import Query
 from dashboards.preview import Answers, draw
 from dashboards.table import DASHBOARDS
+from tests.e2e import scraped
 from tests.e2e.conftest import Platform
+from tests.e2e.scraped import Prometheus
 from tests.unit.dashboards.catalog import filled
 
 __all__ = ["SCRAPE_S", "Prometheus", "answers", "picture", "scraping"]
@@ -33,7 +33,7 @@ def scraping(platform: Platform, folder: Path, rules: Path) -> Iterator[Promethe
     if shutil.which("prometheus") is None:
         pytest.skip("there is no prometheus here (Debian: apt install prometheus)")
     url, token = platform.operators_url or platform.url, platform.admin_token
-    with prometheus.scraping(url, folder, rules, token=token, scrape_s=SCRAPE_S) as found:
+    with scraped.scraping(url, folder, rules, token=token, scrape_s=SCRAPE_S) as found:
         yield found
 
 

@@ -18,12 +18,11 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.continuation import Load, differences
-from benchmarks.continuation_requests import Answer, Asked, mixture, with_stop_strings
 from tests.e2e.conftest import HOT, Platform
 from tests.e2e.test_admin import model_state, wait_for
 from tests.e2e.test_batch import COMPLETIONS, ended, line, lines_of, submit
 from tests.e2e.test_failures import engine_process
+from tests.streams import Answer, Asked, Load, differences, mixture, with_stop_strings
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.continuation import Load, differences
-from benchmarks.continuation_requests import Answer, Asked, mixture, with_stop_strings
 from tests.e2e.conftest import HOT, Platform
 from tests.e2e.test_admin import model_state, wait_for
 from tests.e2e.test_continuation import (
@@ -21,6 +19,7 @@ from tests.e2e.test_continuation import (
 )
 from tests.e2e.test_failures import engine_process
 from tests.e2e.test_prefill_decode import ask, handoffs, new_prompt, separated
+from tests.streams import Answer, Asked, Load, differences, mixture, with_stop_strings
 from tests.waiting import within
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.continuation import differences
-from benchmarks.continuation_requests import Answer, Asked, mixture, with_stop_strings
 from tests.e2e.conftest import ENGINE, TOOLS, Platform, serving, started
 from tests.e2e.test_admin import model_state, wait_for
 from tests.e2e.test_continuation import BACK_S, CONTINUED, REQUESTS, answers, reach, running
@@ -29,6 +27,7 @@ from tests.e2e.test_lending import (
     plan_status,
     profile_devices,
 )
+from tests.streams import Answer, Asked, differences, mixture, with_stop_strings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

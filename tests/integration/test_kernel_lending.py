@@ -67,7 +67,7 @@ def interpreted(
 def engine(model: Path, *, blocks: int, **options: Any) -> Any:
     return lending_engine(
         str(model),
-        worker="benchmarks.gpu.interpreted_worker.InterpretedWorker",
+        worker="tests.integration.interpreted_worker.InterpretedWorker",
         kv_cache_memory_bytes=blocks * BLOCK_BYTES,
         skip_tokenizer_init=True,
         max_model_len=128,

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.static_lane import LaneRequest, measured, serve
 from loomserve.platform.batch.offline.executor import (
     OfflineExecutor,
     OfflineRequest,
@@ -100,17 +99,32 @@ def test_batches_that_run_out_of_memory_are_split_until_every_request_has_its_an
     engine = executor(model)
     memory = KvBudget(40 * engine.token_bytes, engine.token_bytes)
     engine.kv_bytes = memory.bytes
-    # Predicted to be a quarter as long as they are.
-    requests = [LaneRequest(BatchRequest(str(at), 0.0, 4, 4), 16) for at in range(10)]
-    served = serve(requests, BatchQueue(s3, oldest, memory), measured(engine, lambda: 0.0))
-    assert set(served.finished_s) == {str(at) for at in range(10)}
-    assert served.out_of_memory == 4
-    assert [one.shape.size for one in served.batches if one.fitted] == [2, 2, 1, 2, 2, 1]
+    queue = BatchQueue(s3, oldest, memory)
+    for at in range(10):
+        # Predicted to be a quarter as long as they are.
+        queue.add(BatchRequest(str(at), 0.0, input_tokens=4, predicted_tokens=4))
+    answered: list[tuple[str, ...]] = []
+    split = 0
+    while (batch := queue.take(0.0)) is not None:
+        ids = tuple(one.id for one in batch.requests)
+        try:
+            engine.run([OfflineRequest(prompt, 16) for prompt in prompts(*[4] * len(ids))])
+        except OutOfMemoryError:
+            assert queue.out_of_memory(batch) is None
+            split += 1
+        else:
+            answered.append(ids)
+    assert {one for ids in answered for one in ids} == {str(at) for at in range(10)}
+    assert split == 4
+    assert [len(ids) for ids in answered] == [2, 2, 1, 2, 2, 1]
 
 
 def test_a_request_that_never_fits_is_told_of(model: Path) -> None:
     engine = executor(model, kv_bytes=1)
-    memory = KvBudget(1, engine.token_bytes)
-    requests = [LaneRequest(BatchRequest("large", 0.0, 4, 4), 4)]
-    with pytest.raises(RuntimeError, match="large does not fit"):
-        serve(requests, BatchQueue(s3, oldest, memory), measured(engine, lambda: 0.0))
+    queue = BatchQueue(s3, oldest, KvBudget(1, engine.token_bytes))
+    queue.add(large := BatchRequest("large", 0.0, input_tokens=4, predicted_tokens=4))
+    batch = queue.take(0.0)
+    assert batch is not None
+    with pytest.raises(OutOfMemoryError):
+        engine.run([OfflineRequest(prompt, 4) for prompt in prompts(4)])
+    assert queue.out_of_memory(batch) == large

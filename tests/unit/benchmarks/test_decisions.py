@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks.decision_cases import Fleet, decisions, picks, placing, proposing
-from benchmarks.decisions import POLICIES, Tree, arguments
+from benchmarks.decisions import POLICIES, case
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -32,11 +30,5 @@ def test_the_other_cases_give_seconds_and_what_came_out() -> None:
     assert placing(16, alike=True)["s"].keys() == {"he", "lr", "balanced"}
 
 
-def test_a_case_runs_in_a_process_of_a_tree() -> None:
-    here = Tree(Path(__file__).parents[3])
-    assert here.run("propose", devices=16, a_node=8, least_gain=0.05)["actions"] > 0
-
-
-def test_another_tree_has_to_be_one(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        arguments(["--against", str(tmp_path)])
+def test_a_case_runs_in_a_process_of_its_own() -> None:
+    assert case("propose", devices=16, a_node=8, least_gain=0.05)["actions"] > 0

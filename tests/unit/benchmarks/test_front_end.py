@@ -18,13 +18,13 @@ from benchmarks.front_end import (
     AtOnce,
     NotReadyError,
     Plan,
-    RequestFailedError,
     load,
     parse,
     plan_of,
     report,
     served,
 )
+from benchmarks.harness import NotMeasuredError
 from loomserve.platform.simulated.options import EngineOptions
 from loomserve.platform.simulated.wire import WireRequest
 
@@ -82,12 +82,12 @@ def test_a_request_that_is_refused_is_told_at_once() -> None:
     async def refused(_: web.Request) -> web.Response:
         return web.Response(status=404, text="no such path")
 
-    with pytest.raises(RequestFailedError, match="no such path"):
+    with pytest.raises(NotMeasuredError, match="no such path"):
         asked(refused, lambda port: served(port, PLAN))
 
 
 def test_a_window_in_which_nothing_came_is_no_measurement() -> None:
-    with pytest.raises(RequestFailedError, match="nothing came"):
+    with pytest.raises(NotMeasuredError, match="nothing came"):
         asked(silence, lambda port: load(port, PLAN, psutil.Process()))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import time
@@ -10,23 +9,22 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.lent_share import main as lent_share
 from benchmarks.weave import (
     ARMS,
     COLD_REQUESTS,
+    CONTEXT,
     LONGEST_ANSWER_S,
-    USUAL_ARMS,
     WOVEN,
+    Division,
     Load,
     Run,
-    arrivals,
     compared,
+    divisions,
     kind_and_budget,
     served,
 )
 from benchmarks.weave_engines import Engine, Served, served_of
-from benchmarks.weave_memory import Division, divisions
-from benchmarks.workload import PrefixRequest
+from benchmarks.workload import PrefixRequest, brief_conversations
 from tests.waiting import PATIENCE_S
 
 TASKS = {"post_us": 2.0, "pickup_us": 3.0, "wait_us": 9.0}
@@ -65,39 +63,19 @@ def test_all_arms_have_the_same_memory(ratio: float | None) -> None:
     shares = divisions(division)
     assert shares.keys() == set(ARMS)
     assert {sum(each) for each in shares.values()} == {USUAL.total}
-    assert {shares[arm] for arm in (*WOVEN, "stock")} == {shares["dedicated"]}
+    assert {shares[arm] for arm in (WOVEN, "stock")} == {shares["dedicated"]}
     if ratio is not None:
         assert division.lent / division.own == pytest.approx(ratio, rel=0.03)
 
 
-def test_what_vllm_alone_does_is_among_the_usual_arms() -> None:
-    assert {"stock", "dedicated", "slices"} <= set(USUAL_ARMS)
-
-
 def test_a_run_has_its_cold_requests_and_hot_ones_until_they_are_answered() -> None:
-    load = Load(arrivals(None), COLD_REQUESTS, 0.1)
+    load = Load(brief_conversations(None, CONTEXT, requests=4000), COLD_REQUESTS, 0.1)
     cold = load.cold(6.0, "a")
     hot = load.hot(6.0, cold[-1].at_s, "a")
     assert len(cold) == COLD_REQUESTS >= 100
     assert cold[-1].at_s == pytest.approx((COLD_REQUESTS - 1) / 0.6)
     assert hot[-1].at_s >= cold[-1].at_s + LONGEST_ANSWER_S - 1
     assert load.cold(6.0, "a") == cold != load.cold(6.0, "b")
-
-
-def test_points_of_the_share_to_lend_have_a_hundred_cold_requests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given: dict[str, int] = {}
-
-    async def measured(args: argparse.Namespace) -> None:
-        given.update(vars(args))
-        raise SystemExit
-
-    monkeypatch.setattr("benchmarks.lent_share.measure", measured)
-    monkeypatch.setattr("sys.argv", ["lent_share"])
-    with pytest.raises(SystemExit):
-        lent_share()
-    assert given["cold_requests"] * given["runs"] >= 100
 
 
 def asked(at_s: float, tokens: int) -> PrefixRequest:
@@ -135,7 +113,7 @@ class Model:
 
 def test_a_run_ends_with_the_last_cold_request() -> None:
     hot, cold = Model(), Model()
-    load = Load(arrivals(None), 5, 1.0)
+    load = Load(brief_conversations(None, CONTEXT, requests=4000), 5, 1.0)
     asyncio.run(served(hot, cold, 2.0, load, "a"))  # type: ignore[arg-type]
     assert hot.cut
     assert not cold.cut

@@ -23,7 +23,6 @@ from benchmarks.workload import (
     mooncake,
     reuse,
     scaled_down,
-    spread_over,
     window,
 )
 
@@ -89,13 +88,6 @@ def test_a_trace_without_enough_conversations_is_refused(tmp_path: Path) -> None
     path = trace(tmp_path / "t.jsonl.gz", [(i, [0, i + 1]) for i in range(30)])
     with pytest.raises(ValueError, match="conversations"):
         mooncake(path, requests=3, rate=1.0, max_blocks=8, seed="s")
-
-
-@pytest.mark.parametrize(("counts", "expected"), [([5, 5], 0.0), ([0, 10], 1.0), ([0, 0], 0.0)])
-def test_the_spread_over_replicas_is_zero_when_all_got_the_same(
-    counts: list[int], expected: float
-) -> None:
-    assert spread_over(counts) == pytest.approx(expected)
 
 
 def test_an_azure_trace_gives_seconds_from_its_first_request_and_lengths(tmp_path: Path) -> None:

@@ -1,57 +1,31 @@
-"""What do clients see when a node of a cluster loses its power?
+"""A cluster of three nodes that answers requests all the time, while a node loses its power.
 
-Three nodes of namespaces on this machine (:mod:`tests.cluster.nodes`, which needs root): the head,
-which keeps what there is but once, and two with an engine of the demo model in float32 on a core
-each. Each node has a gateway. Short requests of all kinds of
-:data:`benchmarks.continuation_requests.KINDS` come all the time through the gateways of nodes that
-stay. Then
-
-``cut``       a node with an engine is cut (all its processes are killed at once), and
-``head_cut``  the head is, with Ray's GCS, Serve's controller and ours,
-
-is away for some time, starts again, and is waited for until all is as it was. Meanwhile counted are
-requests that got no token (``failed_requests``), streams that ended early (``lost_streams``), and
-whole answers other than undisturbed ones (``wrong_answers``). ``pause_s`` is the longest time that
-a stream stood still, ``back_after_s`` is from the node's start until its engine and gateway answer.
-
-The nodes share this machine's cores, and Ray's raylet ends if its agents take more than 15 s to
-start: requests come so seldom that a node can.
-
-What gateways carry and what decisions and fetches take have commands of their own: front_end,
-decisions and nodes_kv. The last line of the output is one JSON object. Run it as
-``python -m benchmarks.nodes`` or ``make bench-nodes``.
+The head keeps what there is but once; the two others have an engine of the demo model in float32 on
+a core each. Each node has a gateway. The nodes share this machine's cores, and Ray's raylet ends if
+its agents take more than 15 s to start: requests come so seldom that a node can.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import statistics
-import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from threading import Event, Thread
-from typing import Any
 
 import httpx
 
-from benchmarks.continuation_requests import (
+from benchmarks.load import new_session
+from tests.cluster.cluster import MODEL, PORT, Cluster, RunningNode, answers, until
+from tests.streams import (
     Answer,
     Asked,
     difference,
     mixture,
-    new_session,
     stream,
 )
-from benchmarks.result_files import machine, publish, said_by
-from tests.cluster.cluster import MODEL, PORT, Cluster, RunningNode, answers, cluster, until
-from tests.cluster.nodes import network, why_not
 
 HEAD, WORKERS = "one", ("two", "three")
 KINDS, TOKENS = 11, 40
@@ -138,7 +112,14 @@ class Nodes:
     def cut(
         self, name: str, away_s: float, every_s: float, expected: dict[str, Answer]
     ) -> dict[str, float]:
-        """Cut a node and have it back; returns what clients saw."""
+        """Cut a node and have it back.
+
+        Returns:
+            What clients saw: ``failed_requests`` got no token, ``lost_streams`` ended early,
+            ``wrong_answers`` are whole and other than undisturbed ones; ``pause_s`` is the longest
+            time that a stream stood still, ``back_after_s`` is from the node's start until its
+            engine and gateway answer.
+        """
         victim = next(each for each in self.cluster.nodes if each.machine.name == name)
         stay = [self.url(each) for each in self.cluster.nodes if each is not victim]
         traffic = Traffic(stay, self.platform.key, self.asked, every_s)
@@ -171,51 +152,3 @@ def _longest_gap(answer: Answer) -> float:
     times = sorted(at for choice in answer.choices.values() for at in choice.times)
     gaps = [later - earlier for earlier, later in pairwise(times)]
     return max([times[0] - answer.sent, *gaps]) if times else 0.0
-
-
-def measure(folder: Path, runs: int, away_s: float, every_s: float) -> dict[str, Any]:
-    figures: dict[str, list[dict[str, float]]] = {"cut": [], "head_cut": []}
-    with ExitStack() as stack:
-        machines = stack.enter_context(network(HEAD, *WORKERS))
-        nodes = Nodes(stack.enter_context(cluster(machines, folder)))
-        expected = nodes.undisturbed()
-        for run in range(runs):
-            for name, victim in (("cut", WORKERS[run % 2]), ("head_cut", HEAD)):
-                seen = nodes.cut(victim, away_s, every_s, expected)
-                print(f"{name} {run + 1}: {seen}", flush=True)
-                figures[name].append(seen)
-    return summary(figures)
-
-
-def summary(figures: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Sums of what must not be, medians and extremes of times."""
-    result: dict[str, Any] = {}
-    for name, runs in figures.items():
-        for key in runs[0]:
-            values = [run[key] for run in runs]
-            if key.endswith("_s"):
-                spread = {"median": statistics.median(values), "all": values}
-                result[f"{name}_{key}"] = spread
-            else:
-                result[f"{name}_{key}"] = sum(values)
-    return result
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=2, help="cuts of each kind")
-    parser.add_argument("--away-s", type=float, default=33.0, help="how long a node is away")
-    parser.add_argument("--every-s", type=float, default=4.0, help="seconds between two requests")
-    options = parser.parse_args()
-    if (problem := why_not()) is not None:
-        parser.error(problem)
-    facts = machine()
-    with tempfile.TemporaryDirectory() as folder:
-        figures = measure(Path(folder), options.runs, options.away_s, options.every_s)
-    publish("nodes", figures, setup=said_by(options), facts=facts)
-    bad = ("failed_requests", "lost_streams", "wrong_answers")
-    return int(any(figures[f"{name}_{key}"] for name in ("cut", "head_cut") for key in bad))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

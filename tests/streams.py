@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
-from benchmarks.load import WORDS
+from benchmarks.load import WORDS, new_session
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MOST_LOGPROB_DIFFERENCE = 1e-3
-_TIMEOUT_S = 900.0
 # A word of the tokenizer's, with its space, is seldom more than a token and a quarter.
 _TOKENS_A_WORD = 1.1
 _NUMBERS = 24
+_LOOK_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -105,16 +107,17 @@ def _parting(one: str, other: str) -> str:
     return f"from character {at} of {len(one)}, {one[at : at + 20]!r} and {other[at : at + 20]!r}"
 
 
+def differences(one: Sequence[Answer], other: Sequence[Answer]) -> dict[int, str]:
+    """By the request's number, of those that are whole."""
+    pairs = enumerate(zip(one, other, strict=True))
+    return {
+        number: f"{a.asked.kind}: {found}"
+        for number, (a, b) in pairs
+        if not b.lost and (found := difference(a, b))
+    }
+
+
 # Kinds of requests
-
-Make = Callable[[str, int, int], tuple[str, dict[str, Any]]]
-"""From prompt, most tokens, and the request's number to path and body."""
-
-
-def _chat(prompt: str, tokens: int, **more: Any) -> tuple[str, dict[str, Any]]:
-    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": tokens}
-    return CHAT, {**body, "temperature": 0, "ignore_eos": True, **more}
-
 
 _SCHEMA = {
     "type": "object",
@@ -129,73 +132,45 @@ _SCHEMA = {
     "required": ["numbers"],
     "additionalProperties": False,
 }
+_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA}}
 _TOOL = {"type": "function", "function": {"name": "add", "parameters": _SCHEMA}}
+_SEEDED = {"temperature": 0.9}
+"""Beside a seed of the request's own."""
 
-
-def _greedy(prompt: str, tokens: int, number: int) -> tuple[str, dict[str, Any]]:
-    return _chat(prompt, tokens)
-
-
-def _seeded(prompt: str, tokens: int, number: int) -> tuple[str, dict[str, Any]]:
-    return _chat(prompt, tokens, temperature=0.9, top_p=0.95, seed=number)
-
-
-def _two_seeded(prompt: str, tokens: int, number: int) -> tuple[str, dict[str, Any]]:
-    return _chat(prompt, tokens, temperature=0.9, seed=number, n=2)
-
-
-def _penalties(prompt: str, tokens: int, number: int) -> tuple[str, dict[str, Any]]:
-    return _chat(
-        prompt, tokens, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3
-    )
-
-
-def _min_tokens(prompt: str, tokens: int, number: int) -> tuple[str, dict[str, Any]]:
-    return _chat(prompt, tokens, ignore_eos=False, min_tokens=max(1, tokens - 20))
-
-
-def _stop(prompt: str, tokens: int, number: int) -> tuple[str, dict[str, Any]]:
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {**_SEEDED, "top_p": 0.95},
+    "two_seeded": {**_SEEDED, "n": 2},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    "min_tokens": {"ignore_eos": False},
     # Greedy answers of a small model repeat themselves, and would stop at once.
-    return _chat(prompt, tokens, temperature=0.9, seed=number)
-
-
-def _schema(prompt: str, tokens: int, number: int) -> tuple[str, dict[str, Any]]:
-    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA}}
-    return _chat(prompt, tokens, ignore_eos=False, response_format=wanted)
-
-
-def _tools(prompt: str, tokens: int, number: int) -> tuple[str, dict[str, Any]]:
-    choice = {"type": "function", "function": {"name": "add"}}
-    return _chat(prompt, tokens, ignore_eos=False, tools=[_TOOL], tool_choice=choice)
-
-
-def _logprobs(prompt: str, tokens: int, number: int) -> tuple[str, dict[str, Any]]:
-    return _chat(prompt, tokens, logprobs=True, top_logprobs=2)
-
-
-def _completions(prompt: str, tokens: int, number: int) -> tuple[str, dict[str, Any]]:
-    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    return COMPLETIONS, {**body, "logprobs": 1}
-
-
-def _responses(prompt: str, tokens: int, number: int) -> tuple[str, dict[str, Any]]:
-    body = {"input": prompt, "max_output_tokens": tokens, "temperature": 0, "store": False}
-    return RESPONSES, body
-
-
-KINDS: dict[str, Make] = {
-    "greedy": _greedy,
-    "seeded": _seeded,
-    "two_seeded": _two_seeded,
-    "penalties": _penalties,
-    "min_tokens": _min_tokens,
-    "stop": _stop,
-    "json_schema": _schema,
-    "tools": _tools,
-    "logprobs": _logprobs,
-    "completions": _completions,
-    "responses": _responses,
+    "stop": _SEEDED,
+    "json_schema": {"ignore_eos": False, "response_format": _FORMAT},
+    "tools": {
+        "ignore_eos": False,
+        "tools": [_TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "add"}},
+    },
+    "logprobs": {"logprobs": True, "top_logprobs": 2},
+    "completions": {"logprobs": 1},
+    "responses": {"store": False},
 }
+"""What each kind asks for beside a greedy answer that does not end by itself."""
+
+
+def _request(kind: str, prompt: str, tokens: int, number: int) -> tuple[str, dict[str, Any]]:
+    """Path and body of a request of most so many tokens; its number is its seed."""
+    more = KINDS[kind]
+    if kind == "responses":
+        return RESPONSES, {"input": prompt, "max_output_tokens": tokens, "temperature": 0, **more}
+    body = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
+    if "temperature" in more:
+        body["seed"] = number
+    if kind == "min_tokens":
+        body["min_tokens"] = max(1, tokens - 20)
+    if kind == "completions":
+        return COMPLETIONS, {"prompt": prompt, **body}
+    return CHAT, {"messages": [{"role": "user", "content": prompt}], **body}
 
 
 def mixture(model: str, count: int, tokens: int, context: int, seed: int) -> list[Asked]:
@@ -210,7 +185,7 @@ def mixture(model: str, count: int, tokens: int, context: int, seed: int) -> lis
         kind = names[number % len(names)]
         words = source.choices(WORDS, k=round(context / _TOKENS_A_WORD)) if context else []
         prompt = f"{number}: {' '.join(words)}\nTell a long story of the {source.choice(WORDS)}."
-        path, body = KINDS[kind](prompt, tokens, number)
+        path, body = _request(kind, prompt, tokens, number)
         body |= {"model": model, "stream": True}
         if path != RESPONSES:
             body["stream_options"] = {"include_usage": True}
@@ -251,17 +226,6 @@ async def stream(session: aiohttp.ClientSession, url: str, answer: Answer) -> No
                     _read(answer, line[5:].strip(), time.perf_counter())
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         answer.error = f"{type(error).__name__}: {error}"
-
-
-def new_session(key: str) -> aiohttp.ClientSession:
-    """For a client that has this key of the platform's API."""
-    return aiohttp.ClientSession(
-        headers={"Authorization": f"Bearer {key}"},
-        # A line of logprobs may be long.
-        read_bufsize=2**20,
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
-        timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
-    )
 
 
 def _read(answer: Answer, data: bytes, now: float) -> None:
@@ -317,3 +281,37 @@ def _read_response(answer: Answer, event: Mapping[str, Any], now: float) -> None
 
 def _read_usage(answer: Answer, usage: Mapping[str, Any], prompt: str, output: str) -> None:
     answer.usage = usage[prompt], usage[output]
+
+
+@dataclass
+class Load:
+    """Requests that run at once."""
+
+    answers: list[Answer] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, url: str, asked: Sequence[Asked], key: str = "-") -> None:
+        """Send them all, and return when all have ended, however they did.
+
+        Args:
+            url: of the platform.
+            asked: gets a cache salt of this run.
+            key: of the platform's API.
+        """
+        salt = uuid.uuid4().hex
+        async with new_session(key) as session:
+            now = time.perf_counter()
+            self.answers = [Answer(one.salted(salt), now) for one in asked]
+            await asyncio.gather(*(stream(session, url, one) for one in self.answers))
+        self.ended.set()
+
+    async def reached(self, tokens: int) -> None:
+        """Return once half of the streams have so many pieces, or all have ended."""
+        while not self.ended.is_set():
+            if self.half_have(tokens):
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    def half_have(self, tokens: int) -> bool:
+        """Whether half of the streams have so many pieces."""
+        return 2 * sum(one.pieces >= tokens for one in self.answers) > len(self.answers)
