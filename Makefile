@@ -107,7 +107,7 @@ image-base: ## make a base for IMAGE_BASE of Debian's packages, where no registr
 check-image: ## run an image (IMAGE) as pods do, and see that it answers a request
 	@image/check.sh
 
-dashboards: install ## write Grafana's dashboards from their tables, and the chart's files of them and of alerts
+dashboards: install ## write Grafana's dashboards from dashboards/pages, and the chart's files of them and of alerts
 	@$(PYTHON) -m dashboards
 
 # Not after an installation, which refuses what has no hash.

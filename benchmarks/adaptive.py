@@ -36,12 +36,12 @@ from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import Done, Flush
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
-from loomserve.platform.lengths.predict.prediction import LengthQuery, Predictor
-from loomserve.platform.lengths.predict.predictor import KINDS
+from loomserve.platform.lengths.predict.prediction import LengthQuery
+from loomserve.platform.lengths.predict.predictor import KINDS, TrainedPredictor
 from loomserve.platform.lengths.training import samples, split
 from loomserve.platform.lengths.training.samples import Sample
 from loomserve.platform.models import catalog
-from loomserve.platform.scheduling.policy.expected import Expected
+from loomserve.platform.scheduling.policy.hints import Expected
 
 ADAPTIVE = {"preemption": "adaptive", "queue": "fair"}
 SWITCHES = (
@@ -169,7 +169,7 @@ class _Row:
     prompt: int
     answer: int
     query: LengthQuery
-    predictor: Predictor | None
+    predictor: TrainedPredictor | None
 
     def length(self, max_output: int) -> Length:
         if self.predictor is None:
@@ -193,7 +193,7 @@ def _rows(of_set: str, data: Path, kind: str | None) -> list[_Row]:
 
 def _predictors(
     found: Sequence[Sample], kind: str, embeddings: TokenEmbeddings
-) -> list[Predictor | None]:
+) -> list[TrainedPredictor | None]:
     """Of each sample, one that knows only the others' folds."""
     # scikit-learn takes seconds to import, which generated lengths need not spend.
     from loomserve.platform.lengths.training.evaluation import FOLDS, trained_without

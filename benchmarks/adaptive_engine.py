@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, offline_engine
 from loomserve.platform.models import catalog
-from loomserve.platform.scheduling.policy.expected import EXPECTED, Expected
+from loomserve.platform.scheduling.policy.hints import EXPECTED, Expected
 
 BLOCKS = 2048 // BLOCK_TOKENS
 """KV memory of each engine, but for stock vLLM with all memory."""

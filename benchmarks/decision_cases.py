@@ -30,7 +30,6 @@ from loomserve.platform.rebalancing.policy.snapshot import (
     ModelSnapshot,
     MoveKind,
     Snapshot,
-    utilisations,
 )
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import ReplicaLoad
@@ -200,7 +199,7 @@ def proposing(devices: int, a_node: int, least_gain: float) -> dict[str, Any]:
     options = Rebalancing(confirm_periods=1, settle_s=0.0, least_gain=least_gain)
     snapshot = fleet_of_devices(devices, a_node)
     begin = time.perf_counter()
-    heat = classify({}, utilisations(snapshot), options)
+    heat = classify({}, snapshot.loads, options)
     proposal = propose(snapshot, heat, Corrections(), options)
     took_s = time.perf_counter() - begin
     chosen = [each.action.model_dump(mode="json") for each in proposal.chosen]

@@ -42,7 +42,7 @@ from benchmarks.workload import (
     scaled_down,
     window,
 )
-from loomserve.platform.devices.precision import cpu_dtype
+from loomserve.platform.devices.machine import cpu_dtype
 from loomserve.platform.models import catalog
 
 FIRST_PORT = 18700

@@ -11,7 +11,7 @@ from typing import Any
 
 from loomserve.kvstore.server.opening import start_server
 from loomserve.kvstore.server.options import StoreOptions
-from loomserve.platform.devices.precision import cpu_dtype
+from loomserve.platform.devices.machine import cpu_dtype
 from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 from loomserve.platform.state.lending_options import LENDING_CONFIG

@@ -219,13 +219,12 @@ async def serve(given: dict[str, Any]) -> None:
 
     from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
     from loomserve.deployments.gateway.front_ends import ModelFrontEnds
-    from loomserve.platform.access.metrics import KeyMetrics
-    from loomserve.platform.access.token_meter import TokenMeter
+    from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
     from loomserve.platform.config import Elastic, Server
     from loomserve.platform.fleet.messages import FrontEndSpec, ModelRoute, ReplicaRoute
-    from loomserve.platform.http.direct_posts import DirectPosts
+    from loomserve.platform.http.asgi import DirectPosts
     from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
-    from loomserve.platform.http.protocol import Bounds, bounded_protocol
+    from loomserve.platform.http.protocol import Bounds
     from loomserve.platform.http.server import HttpServer, listen
     from loomserve.platform.lengths.service import LengthPredictions
     from loomserve.platform.requests.metrics import GatewayMetrics
@@ -278,7 +277,7 @@ async def serve(given: dict[str, Any]) -> None:
     )
     sock = listen("127.0.0.1", 0)
     bounds = Bounds(head_timeout_s=10, max_connections=4096, send_timeout_s=30)
-    server = HttpServer(app, sock, protocol=bounded_protocol(bounds))
+    server = HttpServer(app, sock, bounds=bounds)
     await server.start()
     print(sock.getsockname()[1], flush=True)
     await asyncio.Event().wait()

@@ -24,7 +24,7 @@ from benchmarks.platforms import PROGRAMS, Platform, two_models
 from benchmarks.servers import ENGINE_CORE, OTHER_CORE, Arm, EngineFlags, bare_arm, running
 from loomserve.platform import config
 from loomserve.platform.base.errors import LoomserveError, StartError
-from loomserve.platform.devices.precision import cpu_dtype
+from loomserve.platform.devices.machine import cpu_dtype
 from loomserve.platform.models import catalog
 
 KINDS = {

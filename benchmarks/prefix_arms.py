@@ -16,7 +16,7 @@ from benchmarks.load import Outcome
 from benchmarks.platforms import Platform, configuration, served
 from benchmarks.servers import Arm, EngineFlags, bare_arm
 from benchmarks.workload import BLOCK_TOKENS
-from loomserve.platform.devices.precision import cpu_dtype
+from loomserve.platform.devices.machine import cpu_dtype
 
 CONTEXT = 2048
 MODEL = "measured"

@@ -31,7 +31,7 @@ from benchmarks.shifting import (
     load,
 )
 from benchmarks.workload import Arrival, brief_conversations
-from loomserve.platform.devices.precision import cpu_dtype
+from loomserve.platform.devices.machine import cpu_dtype
 from loomserve.platform.models import catalog
 
 

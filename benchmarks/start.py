@@ -19,7 +19,7 @@ import httpx
 from benchmarks.harness import parser_of, ratios, rotated, run, spread
 from benchmarks.platforms import Platform, engine_process, two_models
 from benchmarks.servers import Arm, EngineFlags, bare_arm
-from loomserve.platform.devices.precision import cpu_dtype
+from loomserve.platform.devices.machine import cpu_dtype
 from loomserve.platform.models import catalog
 
 PORT = 18420

@@ -23,10 +23,10 @@ import torch
 
 from benchmarks.engine import BLOCK_TOKENS, running_store
 from benchmarks.harness import parser_of, ratios, run, spread
-from loomserve.kvstore.engine.transfers.copies import Load, Save
 from loomserve.kvstore.engine.transfers.loader import Loader
 from loomserve.kvstore.engine.transfers.memory import KvMemory, stream_for
 from loomserve.kvstore.engine.transfers.saver import Saver
+from loomserve.kvstore.engine.transfers.transfer import Load, Save
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import (
@@ -106,7 +106,7 @@ class Engine:
         for layer in range(LAYERS):
             for block, slot in enumerate(slots):
                 view = self.arena.view(slot, layout.slot_bytes)
-                np.copyto(rows[layer][block], layout.piece(view, layer))
+                np.copyto(rows[layer][block], layout.pieces(view)[layer])
 
 
 def memory_run(store_options: StoreOptions, run: int) -> dict[str, float]:

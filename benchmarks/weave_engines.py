@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, token_times
 from benchmarks.workload import PrefixRequest
-from loomserve.platform.devices.precision import cpu_dtype
+from loomserve.platform.devices.machine import cpu_dtype
 from loomserve.platform.models import catalog
 from loomserve.platform.state.lending_options import LENDING_CONFIG
 

@@ -9,12 +9,6 @@ from string import ascii_uppercase
 from typing import Any, Literal
 
 COLUMNS = 24
-MODEL = '{model=~"$model"}'
-"""Matches the models that are chosen in a dashboard's list."""
-DEVICE = '{device=~"$device"}'
-KEY = '{key=~"$key"}'
-RATE = "[$__rate_interval]"
-"""The shortest span of which Prometheus has enough samples, as Grafana works it out."""
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _SCHEMA = 39
 
@@ -32,11 +26,8 @@ class Panel:
     """One question, answered by lines over time, or by the numbers of now.
 
     Attributes:
-        question: the title.
         todo: what the answer means, and what to do about it.
-        queries: whose answers are drawn together.
         unit: Grafana's name of the unit, such as ``s``, ``bytes``, ``percentunit``.
-        kind: lines over time, or numbers.
         wide: in columns, of which there are 24.
         high: in rows of Grafana's grid.
         least: where the axis begins; None: where the lines do.
@@ -52,13 +43,7 @@ class Panel:
     least: float | None = 0
 
     def json(self, number: int, x: int, y: int) -> dict[str, Any]:
-        """As Grafana has it.
-
-        Args:
-            number: its id in the dashboard, from 1.
-            x: column of its left edge.
-            y: row of its upper edge.
-        """
+        """As Grafana has it: ``number`` is its id from 1, ``x`` and ``y`` its upper left corner."""
         defaults: dict[str, Any] = {"unit": self.unit}
         if self.least is not None:
             defaults["min"] = self.least
@@ -114,7 +99,6 @@ class Dashboard:
     choice: Choice | None = None
 
     def json(self) -> dict[str, Any]:
-        """As Grafana imports it."""
         choices: list[dict[str, Any]] = [
             {
                 "name": "datasource",
@@ -150,7 +134,6 @@ class Dashboard:
         }
 
     def text(self) -> str:
-        """Its file."""
         return json.dumps(self.json(), indent=1) + "\n"
 
 
@@ -162,29 +145,3 @@ def placed(panels: Sequence[Panel]) -> Iterator[tuple[Panel, int, int]]:
             x, y, row = 0, y + row, 0
         yield panel, x, y
         x, row = x + panel.wide, max(row, panel.high)
-
-
-def ratio(part: str, whole: str) -> str:
-    """One expression over another."""
-    return f"{part} / {whole}"
-
-
-def total(metric: str, by: str = "", where: str = "") -> str:
-    """What a counter grows by a second, summed over all but the labels ``by``."""
-    grouped = f" by ({by})" if by else ""
-    return f"sum{grouped} (rate({metric}{where}{RATE}))"
-
-
-def quantiles(histogram: str, by: str, where: str = "") -> tuple[Query, ...]:
-    """Median, 95th and 99th percentile of a histogram, each by one label or by none."""
-    groups, shown = (f"{by}, le", f"{{{{{by}}}}} ") if by else ("le", "")
-    buckets = total(f"{histogram}_bucket", groups, where)
-    return tuple(
-        Query(f"histogram_quantile({share}, {buckets})", f"{shown}{name}")
-        for share, name in ((0.5, "median"), (0.95, "95 %"), (0.99, "99 %"))
-    )
-
-
-def mean(histogram: str, by: str, where: str = "") -> str:
-    """The mean of what a histogram has seen in the rate's span."""
-    return ratio(total(f"{histogram}_sum", by, where), total(f"{histogram}_count", by, where))

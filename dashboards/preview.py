@@ -38,12 +38,7 @@ class Answers:
     """What Prometheus says to panels' queries, over the last seconds."""
 
     def __init__(self, url: str, seconds: float, scrape_s: float) -> None:
-        """
-        Args:
-            url: of Prometheus.
-            seconds: how far back.
-            scrape_s: how often it scrapes.
-        """
+        """``seconds``: how far back; ``scrape_s``: how often Prometheus scrapes."""
         self._client = httpx.Client(base_url=url, timeout=60)
         self.end = time.time()
         self.begin = self.end - seconds
@@ -51,18 +46,12 @@ class Answers:
         self._rate_interval = f"{4 * max(scrape_s, self._step_s):.0f}s"
 
     def of(self, query: Query) -> list[Line]:
-        """The lines that a query has."""
         filled = query.expr.replace("$__rate_interval", self._rate_interval)
         for choice in ("$model", "$device", "$key"):
             filled = filled.replace(choice, ".*")
         answer = self._client.get(
             "/api/v1/query_range",
-            params={
-                "query": filled,
-                "start": self.begin,
-                "end": self.end,
-                "step": self._step_s,
-            },
+            params={"query": filled, "start": self.begin, "end": self.end, "step": self._step_s},
         )
         found = answer.raise_for_status().json()["data"]["result"]
         return [_line(query, each) for each in found]
@@ -146,7 +135,6 @@ def shown_as(value: float, unit: str) -> str:
 
 
 def main() -> None:
-    """Read the command line, and draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("page", choices=[each.name for each in DASHBOARDS])
     parser.add_argument("file", type=Path, help="such as overview.png")

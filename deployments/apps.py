@@ -9,17 +9,13 @@ from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import (
-    ApplicationStatus,
-    ApplicationStatusOverview,
-    DeploymentStatus,
-)
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus
 
 from loomserve.deployments.batch.lane import BatchLaneDeployment
 from loomserve.deployments.controller.controller import Controller
 from loomserve.deployments.gateway_apps import build_gateway_app
 from loomserve.deployments.ray_node import session_folder
-from loomserve.deployments.single import single
+from loomserve.deployments.serve_options import single, start_apps
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.batch.folder import batch_folder
@@ -55,22 +51,18 @@ def run_platform(
     Raises:
         StartError: one of them does not start.
     """
-    targets = [
-        (CONTROLLER_APP, _controller_app(config, replicas, internal_token, base, store, placed)),
-        (GATEWAY_APP, build_gateway_app(config, internal_token, store, None)),
-    ]
+    apps = {
+        CONTROLLER_APP: _controller_app(config, replicas, internal_token, base, store, placed),
+        GATEWAY_APP: build_gateway_app(config, internal_token, store, None),
+    }
     if config.batch is not None:
-        targets.append((BATCH_APP, _batch_app(config, internal_token, base)))
-    serve.run_many(
-        [serve.RunTarget(app, name=name, route_prefix=None) for name, app in targets],
-        wait_for_ingress_deployment_creation=False,
-        wait_for_applications_running=False,
-    )
+        apps[BATCH_APP] = _batch_app(config, internal_token, base)
+    start_apps(apps)
     _await_running([CONTROLLER_APP])
     controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
     # Gateways and engines then start side by side.
     controller.load_configured.remote().result(timeout_s=60)
-    _await_running([name for name, _ in targets])
+    _await_running(apps)
     return controller
 
 

@@ -27,11 +27,7 @@ _OTHER_MODULES = (
 
 
 def preloaded(kind: Literal["cpu", "cuda"]) -> tuple[str, ...]:
-    """What a node's fork server imports, for engines, gateways and offline models.
-
-    Args:
-        kind: of the devices that the node's vLLM computes on.
-    """
+    """What a node's fork server imports; ``kind`` is of the devices that its vLLM computes on."""
     return *engine_modules(kind), *_OTHER_MODULES
 
 
@@ -43,10 +39,7 @@ def main(stdin: int, title: str, folder: str, script: str, *arguments: str) -> N
 
     Args:
         stdin: descriptor of its standard input.
-        title: what lists of processes call it.
-        folder: its working directory.
-        script: path of Ray's script of workers.
-        arguments: that script's.
+        script: path of Ray's script of workers, with its ``arguments``.
     """
     os.dup2(stdin, _STDIN)
     os.close(stdin)

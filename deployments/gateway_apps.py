@@ -11,19 +11,13 @@ from typing import Any
 import ray
 from ray import serve
 
-from loomserve.deployments.ending import EMPTY_LOOK_S, HEALTH_CHECKS
 from loomserve.deployments.gateway.gateway import Gateway
-from loomserve.deployments.serve_logging import serve_logging
+from loomserve.deployments.serve_options import serve_options, start_apps
 from loomserve.deployments.worker_launcher import py_executable
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.config import Config
 from loomserve.platform.engine.process.environment import GATEWAY_ENVIRONMENT
-from loomserve.platform.fleet.messages import (
-    GATEWAY_APP,
-    GATEWAY_DEPLOYMENT,
-    KvAccess,
-    gateway_app,
-)
+from loomserve.platform.fleet.messages import GATEWAY_APP, GATEWAY_DEPLOYMENT, KvAccess, gateway_app
 from loomserve.platform.nodes.resources import on_node, on_state
 
 # As Ray calls such a worker.
@@ -33,25 +27,16 @@ _TITLE = f"ray::ServeReplica:{GATEWAY_APP}:{GATEWAY_DEPLOYMENT}"
 def build_gateway_app(
     config: Config, internal_token: str, store: StoreOptions | None, node: str | None
 ) -> Any:
-    """The gateways of one node.
-
-    Args:
-        config: the platform's.
-        internal_token: what its processes ask each other for.
-        store: the KV store, if there is one.
-        node: its name; None: the one that has what there is but once.
-    """
+    """The gateways of one node; None: of the one that keeps the platform's state."""
     deployment = serve.deployment(
         Gateway,
         name=GATEWAY_DEPLOYMENT,
         num_replicas=config.server.front_ends,
         # Requests do not pass through Serve; of batches the lane sends only so many lines.
         max_ongoing_requests=1_000_000,
-        **HEALTH_CHECKS,
         # One that replaces another listens beside it before that stops.
         max_surge_percent=100,
         graceful_shutdown_timeout_s=config.server.drain_timeout_s + 15,
-        graceful_shutdown_wait_loop_s=EMPTY_LOOK_S,
         ray_actor_options={
             "num_cpus": 0,
             "resources": on_state() if node is None else on_node(node),
@@ -60,7 +45,7 @@ def build_gateway_app(
                 "py_executable": py_executable(_TITLE),
             },
         },
-        logging_config=serve_logging(config.server.log_format),
+        **serve_options(config.server.log_format),
     )
     several = config.cluster is not None
     access = KvAccess(address=store.address, each_node=several) if store else None
@@ -82,8 +67,4 @@ def start_gateway(
     """Hand a node's gateways to Serve, which starts them in the background."""
     options = StoreOptions.model_validate(store) if store else None
     app = build_gateway_app(Config.model_validate(config), internal_token, options, node)
-    serve.run_many(
-        [serve.RunTarget(app, name=gateway_app(node), route_prefix=None)],
-        wait_for_ingress_deployment_creation=False,
-        wait_for_applications_running=False,
-    )
+    start_apps({gateway_app(node): app})

@@ -21,7 +21,7 @@ from loomserve.deployments.controller.pod_controller import PodController
 from loomserve.deployments.gateway_apps import build_gateway_app
 from loomserve.deployments.kvstore.kv_store import store_plan
 from loomserve.deployments.readiness import Ready
-from loomserve.deployments.single import single
+from loomserve.deployments.serve_options import single
 from loomserve.platform.access.given_hashes import with_given_hashes
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.batch.folder import batch_folder
@@ -40,7 +40,6 @@ _log = logging.getLogger("ray.serve")
 
 # Kubernetes brings a changed Secret to its pods within a minute or so.
 _CONFIG_TIMEOUT_S = 180.0
-
 
 Builder = Callable[[dict[str, str]], Any]
 
@@ -105,12 +104,7 @@ def ready(args: dict[str, str]) -> Any:
 
 
 def _given(args: Mapping[str, str]) -> tuple[Config, Path]:
-    """The configuration, and the folder to which its paths are relative.
-
-    Raises:
-        ConfigError: it is wrong.
-        StartError: the pods have another one.
-    """
+    """The configuration and the folder of its paths; StartError: the pods have another one."""
     path = Path(args["config"])
     config = with_given_hashes(
         parse(read_config(path, args["digest"], _CONFIG_TIMEOUT_S), str(path))

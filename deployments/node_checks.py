@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,14 @@ from loomserve.deployments.peer_weights import fetch_from_peers
 from loomserve.deployments.ray_node import node_address
 from loomserve.kvstore.server.options import left_behind
 from loomserve.platform.base.errors import LoomserveError, StartError
-from loomserve.platform.config import Config, Device, Model
-from loomserve.platform.devices.compiler import check_compiler
+from loomserve.platform.config import Config, Device
 from loomserve.platform.devices.gpus import Gpu, check_devices, gpus_here
-from loomserve.platform.devices.machine import MachineParts, available_memory, parts_here
+from loomserve.platform.devices.machine import (
+    MachineParts,
+    available_memory,
+    check_compiler,
+    parts_here,
+)
 from loomserve.platform.devices.memory import check_shared_memory, gpus_of, is_on_gpus
 from loomserve.platform.engine.hooks import verify
 from loomserve.platform.models import catalog
@@ -63,15 +67,17 @@ def check_nodes(config: Config, base: Path, say: Callable[[str], None]) -> dict[
         )
         for name in config.nodes
     }
-    return {name: _answer(name, work, _CHECK_TIMEOUT_S) for name, work in asked.items()}
+    reports: dict[str, NodeReport] = {}
+    for name, work in asked.items():
+        found: NodeReport | str = _answered(name, work, _CHECK_TIMEOUT_S)
+        if isinstance(found, str):
+            raise StartError(f"node {name!r}: {found}")
+        reports[name] = found
+    return reports
 
 
 def parts_of_nodes(config: Config) -> dict[str, MachineParts]:
-    """What each node has: those that devices name, or else all that are up.
-
-    Raises:
-        StartError: one cannot be asked.
-    """
+    """What each node has: those that devices name, or else all that are up."""
     up = {name_in(node["Resources"]) for node in ray.nodes() if node["Alive"]}
     names = config.nodes or sorted(name for name in up if name is not None)
     asked = {name: _parts.options(resources=on_node(name)).remote() for name in names}
@@ -79,17 +85,14 @@ def parts_of_nodes(config: Config) -> dict[str, MachineParts]:
 
 
 def check_nodes_listening(config: Config) -> None:
-    """Check that on no node an engine listens beyond the cluster's network.
-
-    Raises:
-        StartError: something does.
-    """
+    """Raise StartError if an engine listens beyond the cluster's network."""
     asked = {
         name: _look_at_listening.options(resources=on_node(name)).remote(config.server.ports)
         for name in config.nodes
     }
     for name, work in asked.items():
-        _answer(name, work, _LOOK_TIMEOUT_S)
+        if (problem := _answered(name, work, _LOOK_TIMEOUT_S)) is not None:
+            raise StartError(f"node {name!r}: {problem}")
 
 
 def _check_devices(config: Config) -> None:
@@ -110,13 +113,6 @@ def _check_devices(config: Config) -> None:
                 f"of which device {device.name!r} is to consist; it has "
                 f"{', '.join(map(str, has)) or 'none'}"
             )
-
-
-def _answer(node: str, work: ray.ObjectRef, timeout_s: float) -> NodeReport:
-    found: NodeReport | str = _answered(node, work, timeout_s)
-    if isinstance(found, str):
-        raise StartError(f"node {node!r}: {found}")
-    return found
 
 
 def _answered(node: str, work: ray.ObjectRef, timeout_s: float) -> Any:
@@ -144,13 +140,13 @@ def _check_node(config: str, name: str, base: str) -> NodeReport | str:
 
 
 @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
-def _look_at_listening(server_ports: tuple[int, ...]) -> NodeReport | str:
+def _look_at_listening(server_ports: tuple[int, ...]) -> str | None:
     try:
         ours = [one for one in processes_of(own_run()) if _is_ours(one)]
         check_listening(ours, server_ports, node_address())
     except StartError as error:
         return str(error)
-    return NodeReport(memory=0)
+    return None
 
 
 def _is_ours(process: psutil.Process) -> bool:
@@ -164,7 +160,8 @@ def _checked(config: Config, name: str, base: Path) -> NodeReport:
     verify("vllm")
     verify("ray")
     mine = [device for device in config.devices if device.on == name]
-    models = dict(_models_on(config, {device.name for device in mine}))
+    names = {device.name for device in mine}
+    models = {at: each for at, each in enumerate(config.models) if names & {*each.devices}}
     gpus = gpus_here()
     check_devices(config.devices, name, gpus)
     check_compiler(models.values())
@@ -185,12 +182,6 @@ def _checked(config: Config, name: str, base: Path) -> NodeReport:
         check_shared_memory(config.kvstore.memory, left)
         available += left
     return NodeReport(available, weights, gpus)
-
-
-def _models_on(config: Config, devices: set[str]) -> Iterator[tuple[int, Model]]:
-    for index, model in enumerate(config.models):
-        if devices.intersection(model.devices):
-            yield index, model
 
 
 def _check_affinity(devices: list[Device]) -> None:

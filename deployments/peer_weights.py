@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from loomserve.deployments.ray_node import living_nodes, own_node
-from loomserve.platform.adapters.files import kept_folder
+from loomserve.platform.adapters.sources import kept_folder
 from loomserve.platform.models.catalog import copy_of
 from loomserve.platform.models.once import made_once
 from loomserve.platform.nodes.resources import on_node
@@ -28,10 +28,7 @@ _LOOK_S = 30.0
 
 
 def fetch_from_peers(source: str) -> None:
-    """Copy a model that is fetched on first use, or an adapter, from a node that has it, if any.
-
-    Whoever asks for it next finds it here, or fetches it from its origin.
-    """
+    """Copy a model that is fetched on first use, or an adapter, from a node that has it, if any."""
     folder = _folder_of(source)
     if folder is None or folder.exists() or not ray.is_initialized():
         return
@@ -55,12 +52,7 @@ def _folder_of(source: str) -> Path | None:
 
 
 def copy_from(peer: str, source: str, partial_folder: Path) -> Path:
-    """Copy a node's folder of a model; returns where to.
-
-    Raises:
-        RayError: the node is gone, or has it no more.
-        OSError: it cannot be written.
-    """
+    """Copy a node's folder of a model; returns where to. Raises RayError or OSError."""
     to = partial_folder / "model"
     to.mkdir()
     sending = _send.options(

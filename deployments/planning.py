@@ -87,7 +87,7 @@ def bytes_left_behind(config: Config) -> int:
 
 
 def present_models(config: Config) -> list[Model]:
-    """Models that are there from the start; for others there is room once they are asked for."""
+    """Models that are loaded from the start."""
     return [model for model in config.models if model.start != "on_demand"]
 
 

@@ -17,7 +17,6 @@ from loomserve.platform.nodes.resources import STATE, name_in
 
 
 def node_address() -> str:
-    """The address of the node, as Ray knows it."""
     return str(ray.util.get_node_ip_address())
 
 
@@ -52,10 +51,7 @@ def living_nodes() -> dict[str, LivingNode]:
 def drain_node(ray_id: str, deadline_s: float) -> None:
     """Have Ray move what it has on a node elsewhere, and end the node by the deadline at last.
 
-    By Ray's own command, which has no public counterpart.
-
-    Raises:
-        RuntimeError: Ray refuses.
+    By Ray's own command, which has no public counterpart; RuntimeError: it refuses.
     """
     options = {
         "address": ray.get_runtime_context().gcs_address,
@@ -79,7 +75,6 @@ def drain_node(ray_id: str, deadline_s: float) -> None:
 
 
 def own_node() -> str | None:
-    """The name of the node that this process is on."""
     own = ray.get_runtime_context().get_node_id()
     there = (node["Resources"] for node in ray.nodes() if node["NodeID"] == own)
     return next(map(name_in, there), None)
@@ -92,11 +87,7 @@ def session_folder() -> Path:
 
 
 def wishes_folder() -> Path:
-    """Folder of what operators wish.
-
-    It is found again by whichever controller comes next, also when Ray on its node has been started
-    again.
-    """
+    """Folder of operators' wishes, found again by the next controller, on a restarted Ray, too."""
     state = os.environ.get(STATE_VARIABLE)
     if state is None:
         # Ray's folder is this run's alone, and ends with it.

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 from filelock import FileLock, Timeout
@@ -23,6 +22,7 @@ from filelock import FileLock, Timeout
 from loomserve.deployments.forked_worker import preloaded
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.paths import cache_folder
+from loomserve.platform.base.plain_reason import first_line
 from loomserve.platform.config import Config
 from loomserve.platform.devices.gpus import vllm_is_for
 from loomserve.platform.engine.process.kept_fork_server import KeptForkServer
@@ -33,8 +33,7 @@ from loomserve.platform.nodes.resources import STATE, name_in, offered_by_device
 from loomserve.platform.nodes.token import read_token, token_path
 from loomserve.platform.run.ending import Interrupted, finished, telling
 from loomserve.platform.run.folder import RunFolder
-from loomserve.platform.run.guard import end_guard, start_guard
-from loomserve.platform.run.leftovers import end_run
+from loomserve.platform.run.leftovers import end_guard, end_run, start_guard
 from loomserve.platform.run.listening import check_listening
 from loomserve.platform.run.ray_environment import driver_environment, set_environment
 from loomserve.platform.run.upkeep import RunUpkeep, keep_looking
@@ -52,45 +51,6 @@ Unless = Callable[[], object]
 """Says something once nobody waits any more."""
 
 
-class PlatformRay(Protocol):
-    """What the command does with Ray beside deploying on it."""
-
-    def start(self, unless: Unless) -> None:
-        """
-        Raises:
-            StartError: Ray cannot be started or joined.
-            Interrupted: ``unless`` has said something.
-        """
-
-    def make_room(self) -> None:
-        """End what an earlier command left deployed."""
-
-    def check_listening(self, config: Config) -> None:
-        """
-        Args:
-            config: with all devices.
-
-        Raises:
-            StartError: a process of the platform listens where others reach it.
-        """
-
-    def lost(self, wait_s: float = 0.0) -> str | None:
-        """A process that this command started, without which nothing goes on, and which has ended,
-        for which this waits so long; None: there is none."""
-
-    def last_said(self, name: str) -> str:
-        """The last that this process has said."""
-
-    def delete_platform(self) -> None:
-        """End what is deployed, once running requests have finished; nothing, unless joined."""
-
-    def end(self) -> None:
-        """Leave Ray, once nothing of the platform runs on it."""
-
-    def kill(self) -> None:
-        """End at once what this command started."""
-
-
 class OwnRay:
     """A Ray of this machine alone, in a run of its own."""
 
@@ -105,6 +65,11 @@ class OwnRay:
         self._ended = threading.Event()
 
     def start(self, unless: Unless) -> None:
+        """
+        Raises:
+            StartError: Ray cannot be started.
+            Interrupted: ``unless`` has said something.
+        """
         try:
             address = self._start_processes(unless)
         except StartError as error:
@@ -126,7 +91,7 @@ class OwnRay:
             said = self.last_said(name)
             raise StartError(f"Ray did not start: its {name} has ended ({said}){busy()}") from None
         except Exception as error:  # Ray has no class of its own for that
-            raise StartError(f"Ray did not start: {_first_line(error)}{busy()}") from error
+            raise StartError(f"Ray did not start: {first_line(error)}{busy()}") from error
         self._joined = True
         self._ended = threading.Event()
         looks = (self._ended, self._forks.look, RunUpkeep(self._run).look)
@@ -148,18 +113,22 @@ class OwnRay:
         self._say(f"waiting for Ray ({seconds:.0f} s)")
 
     def make_room(self) -> None:
-        """A Ray of its own has nothing yet."""
+        """End what an earlier command left deployed: a Ray of its own has nothing yet."""
 
     def lost(self, wait_s: float = 0.0) -> str | None:
+        """A process that this command started, without which nothing goes on, and which has ended,
+        for which this waits so long; None: there is none."""
         if wait_s:
             # Ray's processes are this one's children only since others of them have ended.
             reap_orphans({each.pid for each in (self._guard, self._forks) if each is not None})
         return self._ray.ended(wait_s) if self._ray is not None else None
 
     def last_said(self, name: str) -> str:
+        """The last that this process has said."""
         return self._ray.said(name) if self._ray is not None else ""
 
     def delete_platform(self) -> None:
+        """End what is deployed, once running requests have finished; nothing, unless joined."""
         if self._joined:
             from ray import serve
 
@@ -167,10 +136,12 @@ class OwnRay:
             serve.shutdown()
 
     def check_listening(self, config: Config) -> None:
+        """Raise StartError if a process of the platform listens where others reach it."""
         mine = psutil.Process().children(recursive=True)
         check_listening(mine, config.server.ports)
 
     def end(self) -> None:
+        """Leave Ray, once nothing of the platform runs on it."""
         if self._joined:
             import ray
 
@@ -234,7 +205,7 @@ class JoinedRay:
             join(address)
         except Exception as error:  # Ray has no class of its own for that
             raise StartError(
-                f"cannot join the cluster at {address}: {_first_line(error)} Is loomserve node up "
+                f"cannot join the cluster at {address}: {first_line(error)} Is loomserve node up "
                 f"on this machine, and is the token the same?{busy()}"
             ) from error
         self._check_own_node()
@@ -319,12 +290,8 @@ class JoinedRay:
 
 def platform_ray(
     config: Config, base: Path, keep: Iterable[Path], say: Callable[[str], None]
-) -> PlatformRay:
-    """The Ray that a configuration in folder ``base`` asks for.
-
-    Args:
-        keep: shared memory that outlives a run.
-    """
+) -> OwnRay | JoinedRay:
+    """The Ray of a configuration in folder ``base``; ``keep``: shared memory that stays."""
     if config.cluster is None:
         return OwnRay(config, keep, say)
     given = config.cluster.token_file
@@ -332,11 +299,7 @@ def platform_ray(
 
 
 def _only_command(address: str) -> FileLock:
-    """A lock that this process holds until its end: on a cluster there is one platform.
-
-    Raises:
-        StartError: another process has it.
-    """
+    """Lock the cluster for this process, or raise StartError: it has one platform."""
     path = cache_folder() / f"serve-{re.sub(r'[^A-Za-z0-9.]', '-', address)}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, mode=0o600, fallback_to_soft=False)
@@ -385,8 +348,3 @@ def _nodes_up() -> set[str]:
 
     names = (name_in(node["Resources"]) for node in ray.nodes() if node["Alive"])
     return {name for name in names if name is not None}
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

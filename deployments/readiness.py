@@ -52,9 +52,7 @@ class Ready:
 def waiting_for(names: Collection[str], models: Collection[ModelState]) -> str:
     """What traffic waits for, for the end of a sentence; empty: for nothing.
 
-    Args:
-        names: of the configured models.
-        models: those that there are. One that is missing was unloaded by an operator.
+    A configured model that is not among those that there are was unloaded by an operator.
     """
     late = [
         f"{model.name} ({model.status}{f': {model.message}' if model.message else ''})"

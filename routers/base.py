@@ -1,7 +1,7 @@
 """The input and output of routing policies: columns of candidates in, a choice among them out.
 
 A policy is filter → score → pick: :meth:`loomserve.routers.table.ReplicaTable.candidates` filters
-and has the scores, and a ``Pick`` picks.
+and scores, and the policy picks (:class:`loomserve.routers.policy.RoutingPolicy`).
 """
 
 from __future__ import annotations

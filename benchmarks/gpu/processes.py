@@ -18,9 +18,10 @@ from benchmarks.gpu.step import DEVICE, HAS_GPU, Results, main, spread
 # isort: split
 import torch
 
-from loomserve.platform.lending.device.borrower import KernelBorrower
-from loomserve.platform.lending.device.leaf import KernelLeaf
 from loomserve.platform.lending.device.memory import CudaMemory, HostMemory
+from loomserve.platform.lending.device.server import kernel_leaf
+from loomserve.platform.lending.leaf import Leaf
+from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import GPU, Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.ring import RingStats
@@ -42,8 +43,8 @@ PATIENCE_S = 20.0
 MOST_ERROR = 2e-2 if HAS_GPU else 1e-5
 
 
-def leaf() -> KernelLeaf:
-    return KernelLeaf(CudaMemory() if HAS_GPU else HostMemory())
+def leaf() -> Leaf:
+    return kernel_leaf(CudaMemory() if HAS_GPU else HostMemory())
 
 
 def lend(path: Path, borrower: Connection) -> None:
@@ -64,7 +65,7 @@ def lend(path: Path, borrower: Connection) -> None:
     server.stop()
 
 
-def prompt_error(borrower: KernelBorrower) -> float:
+def prompt_error(borrower: Borrower) -> float:
     """One prompt in one step: the greatest difference from attention by torch, in float32."""
     blocks = -(-PROMPT // GEOMETRY.block_size)
     table = torch.randperm(blocks, device=DEVICE).to(torch.int32)[None]
@@ -90,7 +91,7 @@ def prompt_error(borrower: KernelBorrower) -> float:
     return float((output.float() - whole).abs().max())
 
 
-def layer_us(borrower: KernelBorrower) -> list[float]:
+def layer_us(borrower: Borrower) -> list[float]:
     """Microseconds of a layer's post and wait, in steps of decoding."""
     table = torch.arange(ROWS * CONTEXT // GEOMETRY.block_size, dtype=torch.int32, device=DEVICE)
     table = table.view(ROWS, -1)

@@ -11,13 +11,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from loomserve.deployments.ending import ended_with_caller
-from loomserve.platform.base.errors import (
-    QUERY_OF_DEATH,
-    EngineGone,
-    TooManyRequests,
-    Unavailable,
-)
+from loomserve.deployments.serve_options import ended_with_caller
+from loomserve.platform.base.errors import QUERY_OF_DEATH, EngineGone, TooManyRequests, Unavailable
 from loomserve.platform.batch.executor import (
     AliasedModels,
     KnownModels,
@@ -51,13 +46,7 @@ class GatewayExecutor:
         line_timeout_s: float,
         generation: int,
     ) -> None:
-        """
-        Args:
-            gateway: any of them.
-            controller: knows the engines.
-            line_timeout_s: an engine gives a line no token for so long at most.
-            generation: the lane's.
-        """
+        """``line_timeout_s``: an engine gives a line no token for so long at most."""
         self._generation = generation
         self._gateway = gateway
         self._controller = controller
@@ -116,7 +105,7 @@ class GatewayExecutor:
 
 
 def outcome(status: int, body: bytes) -> LineOutcome:
-    """Tell from a gateway's answer whether another attempt may end better."""
+    """What a gateway's answer means for another attempt."""
     if status == TooManyRequests.status:
         return LineOutcome.AWAY
     if status < 500:

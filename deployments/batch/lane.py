@@ -31,7 +31,7 @@ from loomserve.platform.fleet.messages import (
     LanePlace,
     OfflineSpec,
 )
-from loomserve.platform.http.protocol import INTERNAL, bounded_protocol
+from loomserve.platform.http.protocol import INTERNAL
 from loomserve.platform.http.server import HttpServer
 from loomserve.platform.run.node_gate import NodeGate
 from loomserve.platform.run.sockets import listen_locally
@@ -80,7 +80,7 @@ class BatchLaneDeployment:
         )
         api = BatchApi(self._lane, self._store, self._folder, checked)
         sock, address = listen_locally("lane", node_address())
-        self._http = HttpServer(api.app(internal_token), sock, protocol=bounded_protocol(INTERNAL))
+        self._http = HttpServer(api.app(internal_token), sock, bounds=INTERNAL)
         await self._http.start()
         self._gate = await NodeGate.open(address, internal_token)
         self._running = asyncio.create_task(self._run())
@@ -93,25 +93,29 @@ class BatchLaneDeployment:
                 group.create_task(queue.run())
 
     async def place(self) -> LanePlace:
-        """Where its API is, elsewhere after each start."""
+        """Where its API is; elsewhere after each start."""
         return LanePlace(self._gate.address, time.monotonic())
 
     @replies
     async def state(self) -> BatchLaneState:
-        """State of the lane, for operators."""
+        self._check_open()
         state = await self._lane.state()
         offline = tuple(queue.state for queue in self._queues)
         return state.model_copy(update={"offline_models": offline})
 
     @replies
     async def show(self, batch_id: str) -> BatchState:
-        """State of any key's batch."""
+        self._check_open()
         return self._lane.state_of(await self._lane.call(self._store.batches.get, None, batch_id))
 
     @replies
     async def cancel(self, batch_id: str) -> BatchState:
-        """Cancel any key's batch; errors as in :meth:`show`."""
+        """Cancel any key's batch."""
+        self._check_open()
         return self._lane.state_of(await self._lane.cancel(None, batch_id))
+
+    def _check_open(self) -> None:
+        """Raise Unavailable if it does not have its folder yet."""
 
     async def check_health(self) -> None:
         if not self._http.alive or self._running.done():
@@ -135,7 +139,11 @@ def _offline_queue(spec: OfflineSpec, places: int) -> OfflineQueue:
         spec.model.name,
         partial(
             RayOfflineWorker,
-            *(spec.source, spec.model.revision, spec.cores, kv_bytes, spec.resources),
+            spec.source,
+            spec.model.revision,
+            spec.cores,
+            kv_bytes,
+            spec.resources,
         ),
         kv_bytes,
         places=places,

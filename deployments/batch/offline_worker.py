@@ -53,7 +53,7 @@ class OfflineProcess:
         # torch takes seconds to import, and starts threads of its own.
         from loomserve.platform.batch.offline.executor import OfflineExecutor
         from loomserve.platform.batch.offline.lines import OfflineLines
-        from loomserve.platform.devices.precision import cpu_dtype
+        from loomserve.platform.devices.machine import cpu_dtype
 
         executor = OfflineExecutor(
             self._source,

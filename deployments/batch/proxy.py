@@ -29,7 +29,7 @@ from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.http import identity
 from loomserve.platform.config import ApiKey
 from loomserve.platform.fleet.messages import OWNER_HEADER, LanePlace
-from loomserve.platform.http.client_gone import ClientGoneError, while_connected
+from loomserve.platform.http.asgi import ClientGoneError, while_connected
 
 FILES = "/v1/files"
 BATCHES = "/v1/batches"
@@ -115,30 +115,24 @@ class BatchProxy:
             raise _away() from error
 
     async def ask(self, method: str, *given: Any) -> Reply[Any]:
-        """Call a method of the lane.
-
-        Raises:
-            NotFound: the platform has no lane.
-            Unavailable: the lane does not answer.
-        """
+        """Call a method of the lane. Raises NotFound if there is none, or Unavailable."""
         if self._lane is None:
             raise NotFound("there is no batch lane: add a batch section to the configuration")
+        reply: Reply[Any] = await self._call(getattr(self._lane, method), *given)
+        return reply
+
+    async def _call(self, method: Any, *given: Any) -> Any:
         try:
             async with asyncio.timeout(_LANE_TIMEOUT_S):
-                reply: Reply[Any] = await getattr(self._lane, method).remote(*given)
+                return await method.remote(*given)
         except (RayError, RayServeException, TimeoutError):
             raise _away() from None
-        return reply
 
     async def _where(self) -> str:
         if self._address is None:
             assert self._lane is not None
             asked_s = time.monotonic()
-            try:
-                async with asyncio.timeout(_LANE_TIMEOUT_S):
-                    place: LanePlace = await self._lane.place.remote()
-            except (RayError, RayServeException, TimeoutError):
-                raise _away() from None
+            place: LanePlace = await self._call(self._lane.place)
             self._address = place.address
             # It errs by half of the way there and back at most.
             self._lane_ahead_s = place.now_s - (asked_s + time.monotonic()) / 2

@@ -15,10 +15,8 @@ from typing import Any
 
 from loomserve.deployments.batch.lane import BatchLaneDeployment
 from loomserve.platform.base.errors import StartError, Unavailable
-from loomserve.platform.base.reply import replies
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.fleet.messages import LanePlace
-from loomserve.platform.state import BatchLaneState, BatchState
 
 _log = logging.getLogger("ray.serve")
 
@@ -60,21 +58,6 @@ class StandbyBatchLane(BatchLaneDeployment):
         self._check_open()
         return await super().place()
 
-    @replies
-    async def state(self) -> BatchLaneState:
-        self._check_open()
-        return (await super().state()).get()
-
-    @replies
-    async def show(self, batch_id: str) -> BatchState:
-        self._check_open()
-        return (await super().show(batch_id)).get()
-
-    @replies
-    async def cancel(self, batch_id: str) -> BatchState:
-        self._check_open()
-        return (await super().cancel(batch_id)).get()
-
     async def check_health(self) -> None:
         if self._opening.done():
             self._opening.result()
@@ -86,10 +69,7 @@ class StandbyBatchLane(BatchLaneDeployment):
         await super().__del__()
 
     def _check_open(self) -> None:
-        """
-        Raises:
-            Unavailable: another lane still has the folder.
-        """
+        """Raise Unavailable while another lane has the folder."""
         if not self._opening.done():
             raise Unavailable(
                 "the batch lane is on standby: another one still has batch.folder, and this one "

@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from loomserve.deployments.controller.replica_calls import ReplicaCalls, ReplicaUnreachableError
-from loomserve.platform.adapters.files import KeptAdapter
 from loomserve.platform.adapters.messages import Adapter
-from loomserve.platform.adapters.sources import take, take_configured
+from loomserve.platform.adapters.sources import KeptAdapter, take, take_configured
 from loomserve.platform.base.errors import BadRequest, LoomserveError
 from loomserve.platform.config import AdapterSource, Config, Model
 from loomserve.platform.fleet.fleet import Fleet
@@ -24,13 +23,7 @@ class ModelAdapters:
     """Adapters of the fleet's models, as operators want them."""
 
     def __init__(self, config: Config, base: Path, fleet: Fleet, calls: ReplicaCalls) -> None:
-        """
-        Args:
-            config: the platform's.
-            base: folder to which sources are relative.
-            fleet: is told what there shall be.
-            calls: gives replicas their adapters.
-        """
+        """``base``: folder to which sources are relative."""
         self._config = config
         self._base = base
         self._fleet = fleet
@@ -110,11 +103,6 @@ class ModelAdapters:
                 self._add(model, one, kept)
 
     async def _take_all(self, model: Model) -> list[tuple[AdapterSource, KeptAdapter]]:
-        """
-        Raises:
-            Conflict: one has the name of another model, adapter or alias, or the model has.
-            BadRequest: one is wrong.
-        """
         self._fleet.adapters.check_free((model.name, *model.adapter_names))
         for name in model.adapter_names:
             self._fleet.adapters.check(model, name, self._taken(model), time.monotonic())

@@ -19,14 +19,13 @@ from typing import Any, TypeVar
 import ray
 
 from loomserve.deployments.controller.adapters import ModelAdapters
-from loomserve.deployments.controller.learning import ReplicaLearning
 from loomserve.deployments.controller.memory_relief import MemoryRelief
 from loomserve.deployments.controller.models import ModelLifecycle
 from loomserve.deployments.controller.nodes import NodeKeeper
 from loomserve.deployments.controller.plan_methods import PlanMethods
 from loomserve.deployments.controller.presence import ModelPresence
 from loomserve.deployments.controller.presence_mover import PresenceMover
-from loomserve.deployments.controller.published_routes import PublishedRoutes
+from loomserve.deployments.controller.published_routes import PublishedRoutes, ReplicaLearning
 from loomserve.deployments.controller.replica_calls import ReplicaCalls
 from loomserve.deployments.controller.serve_apps import ServeApps
 from loomserve.deployments.kvstore.kv_store import store_plan
@@ -39,15 +38,9 @@ from loomserve.platform.base.periodic import every
 from loomserve.platform.base.reply import replies
 from loomserve.platform.config import Alias, Config, Model
 from loomserve.platform.fleet.fleet import Fleet
-from loomserve.platform.fleet.messages import (
-    DesiredState,
-    Heartbeat,
-    Routes,
-    ServedEngines,
-)
+from loomserve.platform.fleet.messages import DesiredState, Heartbeat, Routes, ServedEngines
 from loomserve.platform.fleet.nodes import GatewayHeartbeat, GatewayOrders
-from loomserve.platform.fleet.wish_store import WishStore
-from loomserve.platform.fleet.wishes import Wishes
+from loomserve.platform.fleet.wishes import Wishes, WishStore
 from loomserve.platform.rebalancing.runner import RebalancingRunner
 from loomserve.platform.state import (
     LendingState,
@@ -85,8 +78,7 @@ class Controller(PlanMethods):
         self._first = replicas, placed or {}
         self._started_at = time.monotonic()
         self._limits = LimitBank(self._started_at)
-        timeout_s = checked.server.drain_timeout_s
-        self._fleet = Fleet(checked.devices, timeout_s, AliasTable.of(checked))
+        self._fleet = Fleet(checked.devices, checked.server.drain_timeout_s, AliasTable.of(checked))
         options = StoreOptions.model_validate(store) if store else None
         self._store = await asyncio.to_thread(WishStore, wishes_folder(), internal_token)
         self._generation = self._store.generation
@@ -101,16 +93,12 @@ class Controller(PlanMethods):
         mover = PresenceMover(self._fleet, self._models, calls, self._publish, drain_s)
         self._memory = MemoryRelief(self._fleet, mover)
         self._presence = ModelPresence(checked, Path(base), self._fleet, mover)
-        plan = store_plan(checked, Path(base)) if checked.cluster is not None else None
-        self._stores = (
-            NodeStores(
-                plan.model_copy(update={"nodes": stores_on}), internal_token, self._generation
-            )
-            if plan is not None
-            else None
-        )
+        self._stores: NodeStores | None = None
+        if checked.cluster is not None and (plan := store_plan(checked, Path(base))) is not None:
+            plan = plan.model_copy(update={"nodes": stores_on})
+            self._stores = NodeStores(plan, internal_token, self._generation)
         self._nodes = NodeKeeper(
-            *(checked, self._fleet, self._models, apps, self._limits, self._stores, self._publish)
+            checked, self._fleet, self._models, apps, self._limits, self._stores, self._publish
         )
         self._saving, self._unsaved = asyncio.Lock(), False
         # The next platform begins with the configuration again.
@@ -147,7 +135,7 @@ class Controller(PlanMethods):
     # What replicas and gateways call
 
     async def report(self, heartbeat: Heartbeat) -> DesiredState:
-        """Take in a replica's heartbeat; returns what the replica shall be."""
+        """Take in a replica's heartbeat; returns the replica's desired state."""
         self._presence.observe(heartbeat)
         desired = self._fleet.report(heartbeat, time.monotonic())
         self._presence.take_problem(heartbeat)
@@ -165,18 +153,17 @@ class Controller(PlanMethods):
 
     @replies
     async def want(self, name: str) -> None:
-        """Requests wait for a model; refused at once where there is no room for it."""
+        """Make a model ready for waiting requests; refused at once where there is no room."""
         self._memory.check()
         await self._presence.want(name)
 
     async def report_gateway(self, heartbeat: GatewayHeartbeat) -> GatewayOrders:
-        """Take in a gateway's heartbeat; returns what it may use, and who else there is."""
+        """Take in a gateway's heartbeat; returns its limits and the other gateways."""
         now = time.monotonic()
         others = self._fleet.nodes.take(heartbeat, now)
         return GatewayOrders(self._limits.exchange(heartbeat.limits, now), others, self._generation)
 
     async def gateway_ends(self, gateway: str) -> None:
-        """A gateway uses nothing any more."""
         self._limits.leave(gateway)
         self._fleet.nodes.gateway_ended(gateway)
 
@@ -186,7 +173,7 @@ class Controller(PlanMethods):
         await self._adapters.load_configured()
         await self._save()
 
-    # What the admin API calls: models and replicas
+    # What the admin API calls
 
     @replies
     async def state(self) -> PlatformState:
@@ -246,8 +233,6 @@ class Controller(PlanMethods):
         await self._published(self._adapters.set(model, name, source))
         return self._state()
 
-    # What the admin API calls: loans
-
     @replies
     async def lending(self) -> LendingState:
         return self._fleet.loans.state(time.monotonic())
@@ -255,16 +240,16 @@ class Controller(PlanMethods):
     @replies
     async def set_pair(self, pair: str, enabled: bool) -> LendingState:
         self._fleet.loans.set_pair(pair, enabled)
-        await self._tell()
-        return self._fleet.loans.state(time.monotonic())
+        return await self._told_loans()
 
     @replies
     async def drain_loan(self, name: str) -> LendingState:
         self._fleet.loans.drain(name, time.monotonic())
+        return await self._told_loans()
+
+    async def _told_loans(self) -> LendingState:
         await self._tell()
         return self._fleet.loans.state(time.monotonic())
-
-    # What it publishes
 
     async def _published(self, work: Awaitable[T]) -> T:
         """The result of ``work``, once it is kept and gateways go by it."""
@@ -284,7 +269,7 @@ class Controller(PlanMethods):
         await self._routes.taken()
 
     async def _save(self) -> None:
-        """Keep what operators wish, for the controller after this one."""
+        """Keep operators' wishes for the controller after this one."""
         async with self._saving:
             try:
                 await asyncio.to_thread(self._store.save, self._fleet.wishes())

@@ -38,15 +38,10 @@ class MemoryRelief:
         self._not_before: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Look until cancelled."""
         await every(_LOOK_S, self._look, failed=_say)
 
     def check(self) -> None:
-        """Check that models may be loaded.
-
-        Raises:
-            Unavailable: a node's memory is short.
-        """
+        """Raise Unavailable if a node's memory is short, so that no model may be loaded."""
         for node, live in self._by_node().items():
             if _used(live) > threshold():
                 raise Unavailable(
@@ -114,7 +109,7 @@ def _memory_of(node: str) -> str:
 
 
 def _used(replicas: list[ReplicaRecord]) -> float:
-    """What was said last of their node."""
+    """The newest report of their node."""
     return max(replicas, key=lambda each: each.seen_at).heartbeat.memory_used
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
@@ -19,18 +18,14 @@ from loomserve.platform.base.periodic import every
 from loomserve.platform.base.plain_reason import plain_reason, reason_of_traceback
 from loomserve.platform.config import Config, Model
 from loomserve.platform.devices.memory import least_replicas
-from loomserve.platform.engine.options.words import in_fields
+from loomserve.platform.engine.options.known import in_fields
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.lending_pairs import lending_options
-from loomserve.platform.fleet.messages import (
-    EngineSpec,
-    devices_with_replicas,
-    model_app,
-)
+from loomserve.platform.fleet.messages import EngineSpec, devices_with_replicas, model_app
 from loomserve.platform.lengths.stored import prepare_predictor
 from loomserve.platform.placement.by_itself import placed_late
 from loomserve.platform.scheduling.options import scheduler_options
-from loomserve.platform.state import ModelState, Presence
+from loomserve.platform.state import Presence
 from loomserve.platform.state.roles import Role
 
 _log = logging.getLogger("ray.serve")
@@ -57,13 +52,9 @@ class ModelLifecycle:
     ) -> None:
         """
         Args:
-            config: the platform's.
             base: folder to which the configuration's paths are relative.
-            internal_token: what the engines' ports ask for.
             store: the KV store that engines connect to, if there is one.
-            fleet: is told what there shall be.
-            apps: carries it out.
-            save: keeps what is wished, for the controller after this one.
+            save: keeps what operators wish, for the controller after this one.
         """
         self.failure: BaseException | None = None
         """What ended work in the background that should not have ended; None: nothing."""
@@ -83,10 +74,10 @@ class ModelLifecycle:
         for model in self._config.models:
             why = placed.get(model.name)
             self._fleet.registry.add(model, replicas[model.name], _first(model), why)
-        self._spawn(self._deploy_all(self._config.models))
+        self._spawn(self._deploy(*self._config.models))
 
     def resume(self) -> None:
-        """Go on with what an earlier controller was told, of which the fleet knows."""
+        """Go on with the fleet that an earlier controller left."""
         for record in self._fleet.registry.records:
             if record.unload_deadline is not None:
                 self._spawn(self._finish_unload(record.model.name))
@@ -100,13 +91,8 @@ class ModelLifecycle:
                 _log.error("Serve was not asked for %s", model.name, exc_info=error)
                 self._settle(model.name)
 
-    async def _deploy_all(self, models: Collection[Model]) -> None:
-        # One after the other: to convert weights takes a process of its own, and its memory.
-        for model in models:
-            await self._deploy(model)
-
     def set_nodes(self, up: frozenset[str], drained: frozenset[str]) -> None:
-        """Have replicas start elsewhere than on nodes that are not up, or drained."""
+        """Keep replicas off nodes that are not up, or drained."""
         if self._replicas.set_nodes(frozenset(self._config.nodes) - up, drained):
             for model in self._fleet.registry.models:
                 self._settle(model.name)
@@ -145,7 +131,7 @@ class ModelLifecycle:
         self._spawn(self._deploy(model))
 
     async def place(self, name: str, pause_s: float = 0.0) -> None:
-        """Have Serve start and end a model's replicas until there are as many as there shall be."""
+        """Have Serve start and end a model's replicas until their number is the desired one."""
         await asyncio.sleep(pause_s)
         work = partial(self._replicas.settle, name)
         await self._until_done(f"placing the replicas of {name}", work)
@@ -174,7 +160,7 @@ class ModelLifecycle:
         await self._save()
 
     async def _until_done(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Try again what Serve has not done, ever less often."""
+        """Repeat what Serve has not done, ever less often."""
         pause_s = _FIRST_RETRY_S
         while True:
             try:
@@ -187,11 +173,7 @@ class ModelLifecycle:
             pause_s = min(2 * pause_s, _LAST_RETRY_S)
 
     async def scale(self, name: str, replicas: int | None) -> None:
-        """Change the number of a model's replicas, which come and go later, whatever its load.
-
-        Args:
-            name: the model's.
-            replicas: None: as its load asks for.
+        """Change the number of a model's replicas, which come and go later; None: by its load.
 
         Raises:
             UnknownModel: there is no such model.
@@ -204,11 +186,7 @@ class ModelLifecycle:
             self.set_replicas(name, replicas)
 
     def set_replicas(self, name: str, replicas: int) -> None:
-        """Change the number of a model's replicas, as its load or an operator asks for.
-
-        Raises:
-            UnknownModel: there is no such model.
-        """
+        """Change the number of a model's replicas; raises UnknownModel."""
         self._fleet.registry.set_target(name, replicas)
         self._settle(name)
 
@@ -229,33 +207,37 @@ class ModelLifecycle:
         self._fleet.registry.set_role(replica_id, role)
 
     async def follow_failures(self) -> None:
-        """Ask Serve every few seconds, until cancelled."""
-        await every(_SERVE_STATUS_PERIOD_S, self.note_failures, delay_s=_SERVE_STATUS_PERIOD_S)
+        """Ask Serve every few seconds why models have no replicas, until cancelled."""
+        await every(
+            _SERVE_STATUS_PERIOD_S,
+            self._note_failures,
+            delay_s=_SERVE_STATUS_PERIOD_S,
+            failed=lambda _: None,
+        )
 
-    async def note_failures(self) -> None:
-        """Ask Serve why models have no replicas."""
-        unready = [m for m in self._fleet.views.models(time.monotonic()) if not m.replicas]
-        if unready:
-            with contextlib.suppress(Exception):
-                await self._note_failures(unready)
-
-    async def _note_failures(self, unready: list[ModelState]) -> None:
+    async def _note_failures(self) -> None:
+        models = self._fleet.views.models(time.monotonic())
+        if not (unready := [model.name for model in models if not model.replicas]):
+            return
         statuses = await self._apps.statuses()
-        for model in unready:
-            for app in devices_with_replicas(model.name, statuses).values():
+        for name in unready:
+            for app in devices_with_replicas(name, statuses).values():
                 # What is unhealthy Serve starts anew, for which requests wait that can.
-                waited_for = self._fleet.registry.record(model.name).on_demand
+                waited_for = self._fleet.registry.record(name).on_demand
                 if app.status == "DEPLOY_FAILED" or (app.status == "UNHEALTHY" and not waited_for):
-                    self._fleet.registry.set_failure(model.name, _reason(app))
+                    self._fleet.registry.set_failure(name, _reason(app))
 
-    async def _deploy(self, model: Model) -> None:
-        try:
-            await self._replicas.settle(model.name)
-        except Exception as error:
-            # The model's own affair, for which no other must wait.
-            _log.error("loading %s failed", model.name, exc_info=error)
-            self._fleet.registry.set_failure(model.name, plain_reason(str(error) or repr(error)))
-            self._spawn(self.place(model.name, _FIRST_RETRY_S))
+    async def _deploy(self, *models: Model) -> None:
+        # One after the other: to convert weights takes a process of its own, and its memory.
+        for model in models:
+            try:
+                await self._replicas.settle(model.name)
+            except Exception as error:
+                # The model's own affair, for which no other must wait.
+                _log.error("loading %s failed", model.name, exc_info=error)
+                reason = plain_reason(str(error) or repr(error))
+                self._fleet.registry.set_failure(model.name, reason)
+                self._spawn(self.place(model.name, _FIRST_RETRY_S))
 
     def _spec(self, model: Model) -> EngineSpec:
         kv_transfer_config = self._kv_transfer_config(model)
@@ -330,7 +312,7 @@ def _first(model: Model) -> Presence:
 
 
 def _reason(app: Any) -> str:
-    """What Serve reports, which may hold whole tracebacks, for a person."""
+    """Serve's message, which may hold whole tracebacks, for a person."""
     messages = [app.message, *(d.message for d in app.deployments.values())]
     told = reason_of_traceback("\n".join(messages))
     return in_fields(told) if told else "it could not start; see Ray Serve's log"

@@ -39,17 +39,7 @@ class NodeKeeper:
         publish: Callable[[], Awaitable[None]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            config: the platform's.
-            fleet: knows the nodes.
-            models: have their replicas on them.
-            apps: carries it out.
-            limits: takes back what nodes had that are gone.
-            stores: keep KV blocks; None: there are none.
-            publish: tells gateways.
-            clock: seconds of the fleet's clock.
-        """
+        """``publish`` tells gateways."""
         self._config, self._fleet = config, fleet
         self._models, self._apps = models, apps
         self._limits, self._publish, self._clock = limits, publish, clock
@@ -61,7 +51,7 @@ class NodeKeeper:
         await every(_PERIOD_S, self.follow, failed=lambda error: _log.warning("nodes: %r", error))
 
     async def follow(self) -> None:
-        """Look which nodes are up, and do what that asks for."""
+        """See which nodes are up, and act on it."""
         nodes = self._fleet.nodes
         up = await self._apps.nodes()
         leaving = frozenset(name for name, node in up.items() if node.is_leaving)
@@ -91,7 +81,7 @@ class NodeKeeper:
             raise
 
     async def _take_over(self, leaving: Collection[str]) -> None:
-        """Have other nodes' KV stores keep what those have that leave, once."""
+        """Have other nodes' KV stores copy the blocks of leaving nodes, once."""
         self._taken_over &= set(leaving)
         for name in sorted(set(leaving) - self._taken_over):
             self._taken_over.add(name)
@@ -108,7 +98,7 @@ class NodeKeeper:
         return late or self._fleet.nodes.is_empty(name, now)
 
     async def _start_gateways(self) -> None:
-        """Where none are. Those of a node that is down come back with it."""
+        """Start missing gateways. Those of a node that is down come back with it."""
         nodes = self._fleet.nodes
         there = nodes_with_gateways(await self._apps.statuses())
         for name in sorted(nodes.usable - there - {nodes.state_node}):

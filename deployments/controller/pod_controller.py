@@ -19,7 +19,7 @@ from loomserve.deployments.ray_node import living_nodes, wishes_folder
 from loomserve.platform.base.files import replace_private
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.config import Config, Model
-from loomserve.platform.fleet.wish_store import has_wishes
+from loomserve.platform.fleet.wishes import has_wishes
 
 _log = logging.getLogger("ray.serve")
 
@@ -91,7 +91,7 @@ class ConfiguredModels:
         self._path = path
 
     def read(self) -> dict[str, Model]:
-        """By name; none: it is not known."""
+        """By name; empty: it is not known."""
         try:
             return {each.name: each for each in _MODELS.validate_json(self._path.read_bytes())}
         except (OSError, ValueError):
@@ -107,7 +107,7 @@ def _tell_refusal(name: str, reply: Reply[Any]) -> None:
 
 
 def await_nodes(names: tuple[str, ...]) -> None:
-    """Wait until these nodes are up, however long Kubernetes takes to have room for their pods."""
+    """Wait until these nodes are up, however long Kubernetes takes."""
     told_at = 0.0
     while missing := [name for name in names if name not in living_nodes()]:
         if time.monotonic() - told_at > _TELL_S:

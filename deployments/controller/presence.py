@@ -7,32 +7,23 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from loomserve.deployments.controller.failures import Failures
 from loomserve.deployments.controller.presence_mover import PresenceMover
-from loomserve.platform.base.errors import (
-    Conflict,
-    LoomserveError,
-    Unavailable,
-    UnknownModel,
-)
+from loomserve.platform.base.errors import Conflict, LoomserveError, Unavailable, UnknownModel
 from loomserve.platform.base.periodic import every
 from loomserve.platform.config import Config, Model
 from loomserve.platform.devices.memory import gpus_of, is_on_gpus
 from loomserve.platform.elastic.observe import ElasticObserver, is_settled
 from loomserve.platform.elastic.policy.decide import decide
 from loomserve.platform.elastic.policy.growth import grow
-from loomserve.platform.elastic.policy.snapshot import (
-    HOST,
-    ElasticDecision,
-    ElasticRules,
-    NoRoom,
-)
+from loomserve.platform.elastic.policy.snapshot import HOST, ElasticDecision, ElasticRules, NoRoom
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import Heartbeat
 from loomserve.platform.fleet.registry import ModelRecord
+from loomserve.platform.http.engine_errors import model_failed
 from loomserve.platform.models import catalog
 from loomserve.platform.placement import model_files
 from loomserve.platform.state import ModelEvents, Presence
@@ -44,6 +35,9 @@ _TICK_S = 0.5
 _DEMAND_EXPIRES_S = 6.0
 # Replicas that are there are told again, and Serve is asked for those that are not.
 _RETRY_S, _PLACE_AGAIN_S = 1.0, 10.0
+# A model that could not be loaded is tried again with the first request after so long, after four
+# times as long, and so on; then, and where it does not answer, an operator has to say so.
+_FAILED_S, _LONGER, _TRIES = 15.0, 4, 3
 
 
 class ModelPresence:
@@ -57,14 +51,7 @@ class ModelPresence:
         mover: PresenceMover,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            config: the platform's.
-            base: folder to which sources are relative.
-            fleet: knows what models are.
-            mover: makes them what they are to be.
-            clock: seconds of the fleet's clock.
-        """
+        """``base`` is the folder to which sources are relative."""
         self._base, self._fleet, self._mover, self._clock = base, fleet, mover, clock
         options = config.elastic
         self._rules = ElasticRules(options.residence_s, options.wait_timeout_s)
@@ -82,7 +69,6 @@ class ModelPresence:
         self._tried_at: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Look at all models until cancelled."""
         try:
             await every(_TICK_S, self._look, failed=_say)
         finally:
@@ -94,7 +80,7 @@ class ModelPresence:
         return ModelEvents(events=tuple(latest))
 
     def observe(self, heartbeat: Heartbeat) -> None:
-        """Keep an event of a replica that ends, before the fleet takes in that it says so."""
+        """Keep an event if a replica's heartbeat is the first to say that it ends."""
         before = self._fleet.registry.find(heartbeat.replica_id)
         if heartbeat.ends and not (before is not None and before.heartbeat.ends):
             why = f"replica {heartbeat.replica_id} kills its engine: {heartbeat.ends}"
@@ -184,7 +170,7 @@ class ModelPresence:
         return record
 
     async def _begin_anew(self, record: ModelRecord) -> None:
-        """Have a model that has failed be tried again at once, as an operator wishes."""
+        """Try a model that has failed again at once, as an operator wishes."""
         name = record.model.name
         if record.failure is None or self._failures.answers(name, self._clock()):
             return
@@ -271,6 +257,54 @@ class ModelPresence:
             return False
         pause_s = _RETRY_S if has_replicas else _PLACE_AGAIN_S
         return now - self._tried_at.get(record.model.name, record.since) >= pause_s
+
+
+class Failures:
+    """What became of models that were to be loaded; times are of the fleet's clock."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._failed_at: dict[str, float] = {}
+        self._tries: Counter[str] = Counter()
+        """How often requests have had a model tried again since it was ready last."""
+
+    def note(self, name: str, now: float) -> None:
+        self._failed_at[name] = now
+
+    def forget(self, name: str) -> None:
+        """A model is ready, gone, or to be tried again."""
+        self._failed_at.pop(name, None)
+        del self._tries[name]
+
+    def takes(self, heartbeat: Heartbeat, now: float) -> bool:
+        """Whether a replica's not answering is the model's failure, which is noted."""
+        name = heartbeat.model.name
+        if not heartbeat.problem or name not in self._fleet.registry:
+            return False
+        record = self._fleet.registry.record(name)
+        goes = record.presence is not Presence.READY or record.unload_deadline is not None
+        if goes or self.answers(name, now):
+            return False
+        self._fleet.registry.set_failure(name, heartbeat.problem)
+        self._tries[name] = _TRIES
+        return True
+
+    def answers(self, name: str, now: float) -> bool:
+        """Whether some live replica of a model has answered."""
+        return any(each.heartbeat.answers for each in self._fleet.registry.live(name, now))
+
+    def check(self, record: ModelRecord, now: float) -> None:
+        """Let a failed model be tried again for a request; raises Unavailable if it is too soon."""
+        name = record.model.name
+        if record.failure is None or self.answers(name, now):
+            return
+        pause_s = _FAILED_S * _LONGER ** self._tries[name]
+        too_soon = now - self._failed_at.setdefault(name, now) < pause_s
+        if self._tries[name] >= _TRIES or too_soon:
+            raise model_failed(name)
+        del self._failed_at[name]
+        self._tries[name] += 1
+        self._fleet.registry.set_failure(name, None)
 
 
 def _say(error: Exception) -> None:

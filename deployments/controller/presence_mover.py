@@ -43,12 +43,8 @@ class PresenceMover:
     ) -> None:
         """
         Args:
-            fleet: is told what models are to be.
-            models: starts and ends their replicas.
-            calls: to replicas.
             publish: tells gateways.
-            drain_s: for so long a model that is to go may go on with the requests that it has.
-            clock: seconds of the fleet's clock.
+            drain_s: so long a model that is to go may go on with the requests that it has.
         """
         self._fleet, self._models, self._calls = fleet, models, calls
         self._publish, self._drain_s, self._clock = publish, drain_s, clock
@@ -63,25 +59,24 @@ class PresenceMover:
 
     @property
     def moving(self) -> Set[str]:
-        """Models that are on their way to what they are to be."""
+        """Models whose change is under way."""
         return {name for name, count in self._moving.items() if count}
 
     def begin(self, name: str, presence: Presence, why: str, *, drains: bool = False) -> None:
-        """Have a model be so, which it is later; with ``drains`` once its requests have ended."""
+        """Begin a change in the background; with ``drains`` it waits for the model's requests."""
         self._do(self.change(name, presence, why, drains=drains))
 
     def begin_on(self, device: str, change: PresenceChange) -> None:
-        """Have a model be loaded on a device."""
         self._fleet.registry.record(change.model).move((device,), change.why_there)
         self.begin(change.model, change.presence, change.why)
 
     def change(
         self, name: str, presence: Presence, why: str, *, drains: bool = False
     ) -> Coroutine[Any, Any, None]:
-        """What a model is to be from now on, and the work that makes it so.
+        """Set what a model is to be; returns the work that makes it so.
 
-        The work raises ``Conflict`` where the model has requests, for too long with ``drains``, and
-        stays.
+        The work raises ``Conflict``, and the model stays, if it has requests, for too long with
+        ``drains``.
         """
         _log.info("model %s is to be %s: %s", name, presence, why)
         record = self._fleet.registry.record(name)
@@ -94,7 +89,7 @@ class PresenceMover:
         return self._carry_out(name, presence, drains)
 
     async def ask_for_loads(self) -> None:
-        """Have replicas that had requests say what they have at this moment."""
+        """Refresh the loads of replicas that had requests."""
         now = self._clock()
         busy = [
             each
@@ -164,7 +159,6 @@ class PresenceMover:
             self.note(name, Presence.READY, f"it stays: {why}")
 
     def note(self, name: str, presence: Presence, why: str) -> None:
-        """Keep an event of a model."""
         self.events.append(ModelEvent(at=time.time(), model=name, presence=presence, why=why))
 
     async def _wake(self, name: str) -> None:
@@ -205,7 +199,7 @@ class PresenceMover:
                 break
 
     def _patience_s(self, name: str, drains: bool) -> float:
-        """How long a model may keep its replicas from sleep."""
+        """How long replicas may refuse to sleep."""
         if drains and self._has_requests(name):
             return self._drain_s
         return _LOANS_END_S if self._takes_part_in_loans(name) else -1.0

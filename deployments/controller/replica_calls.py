@@ -19,7 +19,6 @@ from loomserve.platform.base.errors import Conflict
 from loomserve.platform.fleet.messages import (
     ADAPTERS_PATH,
     AWAKE_PATH,
-    INTERNAL_TOKEN_HEADER,
     LOAD_PATH,
     AwakeOrder,
 )
@@ -64,11 +63,7 @@ class ReplicaCalls:
     async def set_adapters(
         self, address: str, adapters: Sequence[Adapter]
     ) -> tuple[AdapterReport, ...]:
-        """Have a replica load these adapters and unload all others; what it says of each.
-
-        Raises:
-            ReplicaUnreachableError: nobody answers.
-        """
+        """Have a replica load these adapters and unload all others; what it says of each."""
         order = AdapterOrder(adapters=tuple(adapters))
         status, told = await self._put(address, ADAPTERS_PATH, order)
         _check(status)
@@ -78,28 +73,16 @@ class ReplicaCalls:
             raise ReplicaUnreachableError(repr(error)) from None
 
     async def _put(self, address: str, path: str, order: BaseModel) -> tuple[int, str]:
-        """Give a replica an order; the status and body of its answer.
-
-        Raises:
-            ReplicaUnreachableError: nobody answers.
-        """
+        """Status and body of the answer to an order; ReplicaUnreachableError: there is none."""
         try:
-            async with self._client.session.put(
-                f"http://{address}{path}",
-                data=order.model_dump_json(),
-                headers={INTERNAL_TOKEN_HEADER: self._token},
-                timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
-            ) as response:
-                return response.status, await response.text()
+            return await self._client.request(
+                "PUT", address, path, _TIMEOUT_S, order.model_dump_json()
+            )
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ReplicaUnreachableError(repr(error)) from None
 
     async def stats(self, address: str) -> RoutingStats:
-        """What a replica has to do at this moment, by its own clock.
-
-        Raises:
-            ReplicaUnreachableError: nobody answers.
-        """
+        """A replica's state now, by its own clock; ReplicaUnreachableError: nobody answers."""
         try:
             told = await self._client.get(address, LOAD_PATH, _LOAD_TIMEOUT_S)
             return RoutingStats.model_validate_json(told)
@@ -112,9 +95,6 @@ class ReplicaCalls:
 
 
 def _check(status: int) -> None:
-    """
-    Raises:
-        ReplicaUnreachableError: the answer is an error.
-    """
+    """Raise ReplicaUnreachableError if an answer is an error."""
     if status >= 400:
         raise ReplicaUnreachableError(f"it answered {status}")

@@ -11,7 +11,7 @@ from loomserve.deployments.controller.serve_apps import ServeApps
 from loomserve.platform.config import Device, Model
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import EngineSpec, devices_with_replicas
-from loomserve.platform.fleet.places import places
+from loomserve.platform.fleet.nodes import places
 from loomserve.platform.fleet.registry import ModelRecord
 
 _DELETING = "DELETING"
@@ -29,15 +29,7 @@ class ModelReplicas:
         base: str,
         clock: Callable[[], float],
     ) -> None:
-        """
-        Args:
-            fleet: knows what is wished.
-            apps: Serve's.
-            spec_of: of an engine of a model.
-            device: of the configuration, by its name.
-            base: folder to which the configuration's paths are relative.
-            clock: seconds of the fleet's clock.
-        """
+        """``base``: folder to which the configuration's paths are relative."""
         self._fleet, self._apps = fleet, apps
         self._spec_of, self._device = spec_of, device
         self._base = base
@@ -47,17 +39,13 @@ class ModelReplicas:
         self._busy: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def set_nodes(self, down: frozenset[str], drained: frozenset[str]) -> bool:
-        """Take over which nodes are down, and which are to have nothing; whether that is new."""
+        """Set which nodes are down or drained; returns whether that is new."""
         changed = (down, drained) != (self._down, self._drained)
         self._down, self._drained = down, drained
         return changed
 
     async def settle(self, name: str) -> None:
-        """Start and end replicas of a model until they are where they are to be.
-
-        Raises:
-            Exception: Serve did not do it.
-        """
+        """Start and end replicas of a model until they are as desired; raises Serve's errors."""
         async with self._busy[name]:
             target = self._fleet.registry.targets().get(name)
             if target is None:
@@ -82,11 +70,7 @@ class ModelReplicas:
                 await self._apps.delete(name, unwanted)
 
     async def end(self, name: str) -> None:
-        """End all replicas of a model.
-
-        Raises:
-            Exception: Serve did not do it.
-        """
+        """End all replicas of a model; raises Serve's errors."""
         async with self._busy[name]:
             there = devices_with_replicas(name, await self._apps.statuses())
             await self._apps.delete(name, there)

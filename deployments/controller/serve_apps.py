@@ -32,22 +32,14 @@ class ServeApps:
         store: StoreOptions | None,
         check_owner: Callable[[], None],
     ) -> None:
-        """
-        Args:
-            config, internal_token, store: what gateways are started with.
-            check_owner: raises if another controller has taken over; Serve and Ray know of none.
-        """
+        """``check_owner`` raises if another controller has taken over, which Serve cannot tell."""
         self._check_owner = check_owner
         kept = store.model_dump(mode="json") if store is not None else None
         self._gateways = config.model_dump(mode="json"), internal_token, kept
         self._deploying: dict[str, Any] = {}
 
     async def deploy(self, spec: EngineSpec, devices: Sequence[str], base: str) -> Handed:
-        """Have Serve start replicas, as :func:`hand_to_serve` does.
-
-        Raises:
-            TakenOver: another controller does.
-        """
+        """Have Serve start replicas; TakenOver: another controller does."""
         await asyncio.to_thread(self._check_owner)
         if not takes_long(spec):
             return await asyncio.to_thread(hand_to_serve, spec, devices, base)
@@ -62,16 +54,12 @@ class ServeApps:
         return handed
 
     def stop_deploying(self, name: str) -> None:
-        """Hand the model to Serve no more, if it is not done yet."""
+        """Stop handing the model to Serve, if that is under way."""
         if name in self._deploying:
             ray.cancel(self._deploying[name], force=True)
 
     async def delete(self, name: str, devices: Collection[str]) -> None:
-        """End a model's replicas on these devices, and wait for it.
-
-        Raises:
-            Exception: Serve did not do it, or not in a minute.
-        """
+        """End a model's replicas on these devices within a minute; raises Serve's errors."""
         await asyncio.to_thread(self._check_owner)
         await asyncio.gather(
             *(
@@ -81,12 +69,10 @@ class ServeApps:
         )
 
     async def statuses(self) -> Mapping[str, Any]:
-        """Serve's overview of each application, by its name."""
         applications: Mapping[str, Any] = (await asyncio.to_thread(serve.status)).applications
         return applications
 
     async def nodes(self) -> dict[str, LivingNode]:
-        """The nodes that are up, by name."""
         return await asyncio.to_thread(living_nodes)
 
     async def drain_node(self, ray_id: str, deadline_s: float) -> None:
@@ -95,7 +81,6 @@ class ServeApps:
         await asyncio.to_thread(drain_node, ray_id, deadline_s)
 
     async def start_gateway(self, node: str) -> None:
-        """Have Serve start a node's gateways."""
         await asyncio.to_thread(self._check_owner)
         await start_gateway.remote(*self._gateways, node)
 

@@ -12,14 +12,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from loomserve.deployments.peer_weights import ADAPTER, fetch_from_peers
-from loomserve.platform.adapters.files import kept_folder
 from loomserve.platform.adapters.messages import (
     Adapter,
     AdapterOrder,
     AdapterReport,
     AdapterReports,
 )
-from loomserve.platform.adapters.sources import take
+from loomserve.platform.adapters.sources import kept_folder, take
 from loomserve.platform.base.errors import LoomserveError
 from loomserve.platform.engine.core.host import EngineEnded, EngineHost
 from loomserve.platform.fleet.messages import ADAPTERS_PATH, DesiredState, EngineSpec
@@ -42,13 +41,7 @@ class ReplicaAdapters:
         is_asleep: Callable[[], bool],
         changed: Callable[[], Awaitable[None]],
     ) -> None:
-        """
-        Args:
-            engine: the replica's.
-            spec: what it was started by.
-            is_asleep: whether the engine sleeps, when it loads nothing.
-            changed: is called when :attr:`reports` say something else than before.
-        """
+        """``changed`` is called when :attr:`reports` change. A sleeping engine loads nothing."""
         self.reports: tuple[AdapterReport, ...] = ()
         """Of each adapter that is wanted, and was tried."""
         self.routes = [Route(ADAPTERS_PATH, self._ordered, methods=["PUT"])]
@@ -60,7 +53,7 @@ class ReplicaAdapters:
         self._one_at_a_time = asyncio.Lock()
 
     def apply(self, desired: DesiredState) -> None:
-        """Have the engine get what is desired, soon."""
+        """Have the engine load what is desired, soon."""
         if desired.adapters != self._wanted:
             self._want(desired.adapters)
 
@@ -69,7 +62,6 @@ class ReplicaAdapters:
         self._new.set()
 
     async def run(self) -> None:
-        """Carry out what is wanted, until cancelled."""
         while True:
             try:
                 async with asyncio.timeout(None if self._settled else _AGAIN_S):
@@ -116,7 +108,7 @@ class ReplicaAdapters:
                 asyncio.get_running_loop().create_task(_logged(self._changed()))
 
     def _fetch(self, adapters: Sequence[Adapter]) -> dict[int, str]:
-        """Have the files of adapters here; returns why some cannot be, by number."""
+        """Fetch files of adapters to this node; returns why some cannot be, by adapter id."""
         problems: dict[int, str] = {}
         for each in adapters:
             try:
@@ -139,7 +131,6 @@ class ReplicaAdapters:
 
 
 def _told(adapter: Adapter) -> dict[str, object]:
-    """An adapter as its engine is told of it."""
     folder = kept_folder(adapter.digest)
     return {"id": adapter.id, "name": adapter.key, "path": str(folder)}
 

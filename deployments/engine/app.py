@@ -7,14 +7,13 @@ from typing import Any
 
 from ray import serve
 
-from loomserve.deployments.ending import EMPTY_LOOK_S, HEALTH_CHECKS
 from loomserve.deployments.engine.engine_replica import EngineReplica
-from loomserve.deployments.serve_logging import serve_logging
+from loomserve.deployments.serve_options import serve_options, start_apps
 from loomserve.platform.adapters.table import ROOM
-from loomserve.platform.config import LOCAL_PROMPT_TOKENS, Adapters, Model, Simulated
+from loomserve.platform.config import LOCAL_PROMPT_TOKENS, Model, Simulated
 from loomserve.platform.devices.gpus import FREE_AT_START
-from loomserve.platform.devices.precision import cpu_dtype
-from loomserve.platform.engine.options.names import of_engine
+from loomserve.platform.devices.machine import cpu_dtype
+from loomserve.platform.engine.options.known import of_engine
 from loomserve.platform.engine.process.environment import KEEPS_GPUS_VISIBLE, VLLM_ENVIRONMENT
 from loomserve.platform.fleet.messages import (
     ENGINE_DEPLOYMENT,
@@ -30,10 +29,16 @@ from loomserve.platform.state.lending_options import LENDING_CONFIG
 
 # vLLM takes an empty list for all hosts; no host's name has a space.
 _NO_HOST = "no host"
+_LENDING_OPTIONS = {
+    "worker_cls": "loomserve.platform.lending.engine.cpu_worker.RemoteAttentionWorker",
+    "scheduler_cls": "loomserve.platform.lending.engine.scheduler.make_scheduler",
+    # A lender looks for tasks between its model's operators.
+    "enforce_eager": True,
+}
 
 
 def front_end_of(spec: EngineSpec) -> FrontEndSpec:
-    """What gateways answer requests of the model with."""
+    """What gateways build the model's front end of."""
     roles = spec.model.roles
     return FrontEndSpec(
         path=spec.path,
@@ -50,14 +55,19 @@ def build_replica_app(spec: EngineSpec, device: str) -> Any:
     if not spec.stage_layers:
         own = tuple(each for each in spec.devices if each.name == device)
         spec = spec.model_copy(update={"devices": own})
+    actor: dict[str, Any] = {"num_cpus": 0, "resources": on_devices(spec.devices)}
+    if spec.devices[0].kind != "cpu":
+        # Ray has to know it before it starts the replica's process; it starts others sooner.
+        actor["runtime_env"] = {"env_vars": KEEPS_GPUS_VISIBLE}
     deployment = serve.deployment(
         EngineReplica,
-        **_serve_options(spec),
-        ray_actor_options={
-            "num_cpus": 0,
-            "resources": on_devices(spec.devices),
-            **_runtime_env(spec),
-        },
+        name=ENGINE_DEPLOYMENT,
+        num_replicas=1,
+        # Requests do not pass through Serve; the gateway keeps the limit.
+        max_ongoing_requests=1_000_000,
+        graceful_shutdown_timeout_s=spec.drain_timeout_s + 15,
+        ray_actor_options=actor,
+        **serve_options(spec.log_format),
     )
     return deployment.bind(
         spec.model_dump(mode="json"),
@@ -67,33 +77,52 @@ def build_replica_app(spec: EngineSpec, device: str) -> Any:
     )
 
 
-def _serve_options(spec: EngineSpec) -> dict[str, Any]:
-    return {
-        "name": ENGINE_DEPLOYMENT,
-        "num_replicas": 1,
-        # Requests do not pass through Serve; the gateway keeps the limit.
-        "max_ongoing_requests": 1_000_000,
-        **HEALTH_CHECKS,
-        "graceful_shutdown_timeout_s": spec.drain_timeout_s + 15,
-        "graceful_shutdown_wait_loop_s": EMPTY_LOOK_S,
-        "logging_config": serve_logging(spec.log_format),
-    }
-
-
 def run_replicas(spec: EngineSpec, apps: Mapping[str, Any]) -> None:
     """Hand applications to Serve, by device, and return at once."""
-    name = spec.model.name
-    serve.run_many(
-        [
-            serve.RunTarget(app, name=replica_app(name, device), route_prefix=None)
-            for device, app in apps.items()
-        ],
-        wait_for_ingress_deployment_creation=False,
-        wait_for_applications_running=False,
-    )
+    start_apps({replica_app(spec.model.name, device): app for device, app in apps.items()})
 
 
-def _cpu_options() -> dict[str, str]:
+def _engine_options(spec: EngineSpec) -> dict[str, Any]:
+    """vLLM's options of the model's engines; the configuration's own override the devices'."""
+    model, layers = spec.model, spec.stage_layers or (1,)
+    options: dict[str, Any] = {
+        # vLLM gives all stages the same, so the largest has the fewest blocks.
+        "kv_cache_memory_bytes": model.kv_cache_memory * max(layers) // sum(layers),
+        "pipeline_parallel_size": max(1, len(spec.stage_layers)),
+        "allowed_media_domains": [*spec.media_hosts] or [_NO_HOST],
+    }
+    if not model.is_simulated:
+        options["scheduler_cls"] = "loomserve.platform.engine.scheduler.make_scheduler"
+        options |= _cpu_options() if spec.devices[0].kind == "cpu" else _cuda_options(model)
+    if model.revision:
+        options["revision"] = model.revision
+    options |= model.engine
+    if spec.parsers:
+        options |= options_of(spec.parsers)
+    additional = {
+        **model.engine.get("additional_config", {}),
+        ADDITIONAL_CONFIG: spec.scheduling.model_dump(),
+    }
+    if spec.lending:
+        options |= _LENDING_OPTIONS
+        additional[LENDING_CONFIG] = spec.lending.model_dump()
+    if simulated := model.simulated or (Simulated() if model.is_simulated else None):
+        additional[SIMULATED_CONFIG] = simulated.model_dump()
+    if adapters := model.adapters:
+        options |= {
+            "enable_lora": True,
+            "max_loras": adapters.max_loras,
+            "max_lora_rank": adapters.max_lora_rank,
+            # One that is replaced is there until its requests have ended.
+            "max_cpu_loras": ROOM * adapters.max_cpu_loras,
+        }
+    options["additional_config"] = additional
+    if spec.kv_transfer_config:
+        options["kv_transfer_config"] = spec.kv_transfer_config
+    return options
+
+
+def _cpu_options() -> dict[str, Any]:
     return {
         "dtype": cpu_dtype(),
         "worker_cls": "loomserve.platform.engine.worker.NonSpinningWorker",
@@ -109,71 +138,7 @@ def _cuda_options(model: Model) -> dict[str, Any]:
     }
 
 
-def _lending_options() -> dict[str, Any]:
-    return {
-        "worker_cls": "loomserve.platform.lending.engine.cpu_worker.RemoteAttentionWorker",
-        "scheduler_cls": "loomserve.platform.lending.engine.scheduler.make_scheduler",
-        # A lender looks for tasks between its model's operators.
-        "enforce_eager": True,
-    }
-
-
-def _adapter_options(adapters: Adapters) -> dict[str, Any]:
-    return {
-        "enable_lora": True,
-        "max_loras": adapters.max_loras,
-        "max_lora_rank": adapters.max_lora_rank,
-        # One that is replaced is there until its requests have ended.
-        "max_cpu_loras": ROOM * adapters.max_cpu_loras,
-    }
-
-
-def _kv_bytes_of_a_worker(spec: EngineSpec) -> int:
-    """KV bytes of a stage: vLLM gives all the same, so the largest has the fewest blocks."""
-    layers = spec.stage_layers or (1,)
-    return spec.model.kv_cache_memory * max(layers) // sum(layers)
-
-
-def _device_options(spec: EngineSpec) -> dict[str, Any]:
-    if spec.model.is_simulated:
-        return {}
-    return {
-        **(_cpu_options() if spec.devices[0].kind == "cpu" else _cuda_options(spec.model)),
-        "scheduler_cls": "loomserve.platform.engine.scheduler.make_scheduler",
-    }
-
-
-def _engine_options(spec: EngineSpec) -> dict[str, Any]:
-    simulated = spec.model.simulated or (Simulated() if spec.model.is_simulated else None)
-    return {
-        "kv_cache_memory_bytes": _kv_bytes_of_a_worker(spec),
-        "pipeline_parallel_size": max(1, len(spec.stage_layers)),
-        **_device_options(spec),
-        **({"revision": spec.model.revision} if spec.model.revision else {}),
-        "allowed_media_domains": [*spec.media_hosts] or [_NO_HOST],
-        **spec.model.engine,
-        **(options_of(spec.parsers) if spec.parsers else {}),
-        **(_lending_options() if spec.lending else {}),
-        **(_adapter_options(adapters) if (adapters := spec.model.adapters) else {}),
-        "additional_config": {
-            **spec.model.engine.get("additional_config", {}),
-            ADDITIONAL_CONFIG: spec.scheduling.model_dump(),
-            **({LENDING_CONFIG: spec.lending.model_dump()} if spec.lending else {}),
-            **({SIMULATED_CONFIG: simulated.model_dump()} if simulated is not None else {}),
-        },
-        **({"kv_transfer_config": store} if (store := spec.kv_transfer_config) else {}),
-    }
-
-
-def _runtime_env(spec: EngineSpec) -> dict[str, Any]:
-    """What Ray has to know of before it starts a replica's process; it starts others sooner."""
-    if spec.devices[0].kind == "cpu":
-        return {}
-    return {"runtime_env": {"env_vars": KEEPS_GPUS_VISIBLE}}
-
-
 def _environment(spec: EngineSpec, engine_options: Mapping[str, Any]) -> dict[str, str]:
-    """Environment variables of an engine's processes."""
     environment = dict(VLLM_ENVIRONMENT)
     if spec.devices[0].kind != "cpu":
         environment["VLLM_USE_V2_MODEL_RUNNER"] = str(spec.model.model_runner - 1)

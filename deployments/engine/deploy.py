@@ -28,7 +28,6 @@ class Handed:
     """What came of handing a model to Serve.
 
     Attributes:
-        front_end: What gateways can set up while its engines start.
         problem: What is wrong with the model in one sentence; None: nothing.
     """
 
@@ -48,7 +47,7 @@ def hand_to_serve(spec: EngineSpec, devices: Sequence[str], base: str) -> Handed
     """Check a model and hand it to Serve, which starts its replicas in the background.
 
     Args:
-        spec: the path is the model's source as configured, and a pipeline's stages are missing.
+        spec: its path is the model's source as configured, and a pipeline's stages are missing.
         devices: which of its devices get a replica; of a pipeline, the first stands for all.
         base: folder to which the configuration's paths are relative.
     """

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -21,23 +22,27 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from loomserve.deployments.engine.adapters import ReplicaAdapters
-from loomserve.deployments.engine.claiming import claim_device, stages_of, weights_here
-from loomserve.deployments.engine.first_answer import ToldAnswer
-from loomserve.deployments.engine.heartbeat import HeartbeatSender
-from loomserve.deployments.ray_node import keep_calls_on_node, node_address
+from loomserve.deployments.engine.heartbeat import HeartbeatSender, ToldAnswer
+from loomserve.deployments.peer_weights import fetch_from_peers
+from loomserve.deployments.ray_node import keep_calls_on_node, node_address, session_folder
 from loomserve.kvstore.server.options import on_this_node
 from loomserve.platform.base.errors import Conflict, TakenOver
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.base.periodic import every
+from loomserve.platform.devices.claims import (
+    DeviceClaim,
+    claim,
+    engine_environment,
+    pipeline_environment,
+)
 from loomserve.platform.devices.shortage import (
     memory_bounds,
     note_given_back,
     room_for_engine,
     used_share,
 )
-from loomserve.platform.engine.core.host import EngineHost
+from loomserve.platform.engine.core.host import EngineHost, MoveOrders
 from loomserve.platform.engine.core.messages import EngineStart
-from loomserve.platform.engine.core.move_orders import MoveOrders
 from loomserve.platform.engine.footprint import Footprint, constants, own_bytes
 from loomserve.platform.fleet.messages import (
     AWAKE_PATH,
@@ -48,15 +53,15 @@ from loomserve.platform.fleet.messages import (
     FrontEndSpec,
     Heartbeat,
 )
-from loomserve.platform.http.guarded_app import GuardedApp
-from loomserve.platform.http.protocol import INTERNAL, bounded_protocol
-from loomserve.platform.http.server import HttpServer
+from loomserve.platform.http.protocol import INTERNAL
+from loomserve.platform.http.server import GuardedApp, HttpServer
 from loomserve.platform.lending.replica.agent import LoanAgent
+from loomserve.platform.models import catalog
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.run.folder import own_run
 from loomserve.platform.run.node_gate import NodeGate
 from loomserve.platform.run.sockets import listen_locally
-from loomserve.platform.state import ReplicaLoad
+from loomserve.platform.state import ReplicaLoad, StageState
 from loomserve.platform.state.roles import configured_role
 from loomserve.routers.snapshot import RoutingStats
 
@@ -104,15 +109,17 @@ class EngineReplica:
         self._draining = self._stopping = False
         self._ends = ""
         self._stop_timeout_s = self._spec.drain_timeout_s
-        self._claim = await claim_device(self._spec)
-        self._path = await asyncio.to_thread(weights_here, self._spec)
+        self._claim = await _claim_device(self._spec)
+        self._path = await asyncio.to_thread(_weights_here, self._spec)
         self._role = configured_role(self._spec.model, self._claim.device.name)
         await room_for_engine(own_run().path, self._spec.model.name, _log.warning)
         self._engine = await self._started(engine_options, environment)
         self._load = await self._engine.stats(_START_TIMEOUT_S)
         self._loans = LoanAgent(self._call_loans, self._spec, self._replica_id)
         self._adapters = ReplicaAdapters(
-            *(self._engine, self._spec, lambda: self._load.asleep),
+            self._engine,
+            self._spec,
+            is_asleep=lambda: self._load.asleep,
             changed=lambda: self._heartbeats.send_now(),
         )
         self._first = ToldAnswer(changed=lambda: self._heartbeats.send_now())
@@ -175,7 +182,7 @@ class EngineReplica:
         )
         sock, address = listen_locally(f"replica-{self._replica_id}", node_address())
         guarded = GuardedApp(app, self._spec.internal_token)
-        self._http = HttpServer(guarded, sock, protocol=bounded_protocol(INTERNAL))
+        self._http = HttpServer(guarded, sock, bounds=INTERNAL)
         await self._http.start()
         self._gate = await NodeGate.open(address, self._spec.internal_token)
 
@@ -245,7 +252,7 @@ class EngineReplica:
             model=self._spec.model,
             replica_id=self._replica_id,
             device=self._claim.device.name,
-            stages=stages_of(self._spec),
+            stages=_stages_of(self._spec),
             address=self._gate.address,
             pid=os.getpid(),
             engine_pid=self._engine.pid,
@@ -332,3 +339,40 @@ def _open_requests(load: ReplicaLoad) -> int:
 
 def _kv_bytes(spec: EngineSpec) -> int:
     return spec.model.kv_cache_memory + (spec.lending.borrow_bytes if spec.lending else 0)
+
+
+async def _claim_device(spec: EngineSpec) -> DeviceClaim:
+    """One of the model's devices; processes that this one starts from here on are to run on it."""
+    claimed = await claim(
+        spec.model.name,
+        # A pipeline is its model's only replica, so its first device stands for all.
+        spec.devices[:1] if spec.stage_layers else spec.devices,
+        session_folder() / "loomserve-devices",
+        spec.drain_timeout_s + 15,
+    )
+    # Engine processes inherit the environment of the replica that starts them.
+    os.environ.update(
+        pipeline_environment(spec.devices, spec.stage_layers)
+        if spec.stage_layers
+        else engine_environment(claimed.device)
+    )
+    return claimed
+
+
+def _weights_here(spec: EngineSpec) -> str:
+    """Folder or hub id of the weights, which are fetched if need be; raises LoomserveError."""
+    if not Path(spec.path).is_absolute() or Path(spec.path).exists():
+        return spec.path
+    model = spec.model
+    fetch_from_peers(model.source)
+    return str(catalog.resolve(model.source, Path(spec.base), revision=model.revision))
+
+
+def _stages_of(spec: EngineSpec) -> tuple[StageState, ...]:
+    """The stages of a pipeline; else none."""
+    return tuple(
+        StageState(device=device.name, layers=layers)
+        for device, layers in zip(
+            spec.devices[: len(spec.stage_layers)], spec.stage_layers, strict=True
+        )
+    )

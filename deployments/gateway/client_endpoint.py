@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loomserve.deployments.gateway.answering import Answering, ForwardRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
-from loomserve.platform.access.model_meter import ModelMeter
+from loomserve.platform.access.sequences import ModelMeter
 from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.base.errors import RequestError
 from loomserve.platform.config import ApiKey
@@ -33,7 +33,7 @@ class ClientEndpoint:
     def __init__(
         self,
         routes: ModelRoutes,
-        forwarder: Answering,
+        answering: Answering,
         lengths: LengthPredictions,
         metrics: GatewayMetrics,
         meter: TokenMeter,
@@ -46,11 +46,6 @@ class ClientEndpoint:
     ) -> None:
         """
         Args:
-            routes: the models, and who may ask for which.
-            forwarder: has engines answer.
-            lengths: predicts answers' lengths.
-            metrics: counts requests.
-            meter: counts the tokens of API keys.
             isolates_tenants: no API key reads another's KV blocks.
             max_sequences: prompts times answers that one request may ask for.
             media_hosts: hosts that requests may link to media on.
@@ -58,7 +53,7 @@ class ClientEndpoint:
             usage: keeps what API keys use; None: nobody does.
         """
         self._routes = routes
-        self._forwarder = forwarder
+        self._answering = answering
         self._lengths = lengths
         self._metrics = metrics
         self._meter = meter
@@ -144,7 +139,7 @@ class ClientEndpoint:
             usage=usage,
             trace=state.get("trace"),
         )
-        await self._forwarder.forward(forwarded, receive, answer.send)
+        await self._answering.forward(forwarded, receive, answer.send)
         if predicted and answer.is_whole and (tokens := usage.own_length):
             self._lengths.ended(route.name, predicted, tokens, key.name if key else "")
 
@@ -182,7 +177,6 @@ class _WatchedAnswer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the client has got an answer to its end."""
         return self._began and self._complete
 
     @property

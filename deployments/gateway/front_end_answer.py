@@ -15,8 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.platform.base.errors import RequestError
-from loomserve.platform.http.client_gone import ClientGoneError, disconnected
-from loomserve.platform.http.direct_posts import own_post
+from loomserve.platform.http.asgi import ClientGoneError, disconnected, own_post
 from loomserve.platform.http.engine_errors import (
     MOST_ERROR_BYTES,
     MOST_WORDS,
@@ -47,14 +46,8 @@ async def answer(
 ) -> None:
     """Have the request answered.
 
-    Args:
-        app: the model's front end.
-        context: the request, and what becomes of it.
-        receive: tells when the client goes.
-        send: takes the answer.
-        metrics: count streams.
-        idle_timeout_s: an answer of which an engine has given something ends after so long
-            without more, if nothing waits there.
+    An answer of which an engine has given something ends after ``idle_timeout_s`` without more, if
+    nothing waits there.
 
     Raises:
         ClientGoneError: the client has gone, and the request is aborted.
@@ -129,11 +122,10 @@ class _Body:
 class _Watch:
     """Ends an answer that stands still, by a few looks within its limit.
 
-    Looking is all that it does: a chunk costs whoever passes it on an addition to ``taken``. An
-    engine's outputs count, too, since not all of them become pieces, as of a tool's arguments; and
-    without any there is nothing yet to stand still: the Responses API begins its stream before.
-    Nor does an answer whose engine takes no step, which is the engine's own affair, or has given
-    nothing since the answer goes on there.
+    A chunk costs an addition to ``taken``, no more. An engine's outputs count, too, since not all
+    become pieces, as of a tool's arguments. There is no standstill before the first output (the
+    Responses API begins its stream before), nor while the engine takes no step, which is its own
+    affair, or since the answer went on there.
     """
 
     def __init__(self, limit: asyncio.Timeout, limit_s: float, context: AnswerContext) -> None:

@@ -16,12 +16,12 @@ import aiohttp
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Send
 
-from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
+from loomserve.deployments.gateway.answering import Answering, ForwardRequest
 from loomserve.deployments.gateway.front_end_answer import answer
 from loomserve.deployments.gateway.internal_client import InternalClient
+from loomserve.deployments.gateway.load_reports import StoreReadings
 from loomserve.deployments.gateway.model_front_end import ModelFrontEnd
 from loomserve.deployments.gateway.replica_choice import AnswerContext
-from loomserve.deployments.gateway.store_readings import StoreReadings
 from loomserve.platform.base import heap
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.config import Elastic
@@ -33,7 +33,7 @@ from loomserve.platform.front_end.engine.serving import settle_environment
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
 from loomserve.platform.front_end.routing import routing_context
-from loomserve.platform.http.client_gone import ClientGoneError, while_connected
+from loomserve.platform.http.asgi import ClientGoneError, while_connected
 from loomserve.platform.http.held_answer import HeldAnswer, openai_event
 from loomserve.platform.http.ingress.messages import anthropic_event
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -45,7 +45,7 @@ _log = logging.getLogger("ray.serve")
 _TELL_TIMEOUT_S = 5.0
 
 
-class ModelFrontEnds:
+class ModelFrontEnds(Answering):
     """Has each model's front end answer its requests."""
 
     def __init__(
@@ -62,11 +62,9 @@ class ModelFrontEnds:
         """
         Args:
             internal_token: what replicas' sockets ask for.
-            metrics: count requests.
             registry: gets the metrics of requests that went on elsewhere, or waited for a model.
             idle_timeout_s: an answer that has begun ends after so long without a byte.
             ask_for: has the controller make a model ready.
-            elastic: how requests wait for it.
             traced: vLLM's spans go where this process's do.
         """
         verify("vllm")
@@ -105,7 +103,10 @@ class ModelFrontEnds:
         for name, route in wanted.items():
             if name not in self._models:
                 self._models[name] = ModelFrontEnd(
-                    *(route, self.ledger, self._metrics, self._continuation.of(name)),
+                    route,
+                    self.ledger,
+                    self._metrics,
+                    self._continuation.of(name),
                     get=self.get,
                     tell=self._tell_first_answer,
                     bounds=self._bounds,
@@ -116,18 +117,20 @@ class ModelFrontEnds:
 
     async def _tell_first_answer(self, address: str, problem: str) -> None:
         told = FirstAnswer(problem=problem).model_dump_json()
-        await self._client.put(address, FIRST_ANSWER_PATH, told, _TELL_TIMEOUT_S)
+        status, _ = await self._client.request(
+            "PUT", address, FIRST_ANSWER_PATH, _TELL_TIMEOUT_S, told
+        )
+        if status >= 400:
+            raise aiohttp.ClientError(f"{address} refused the first answer: status {status}")
 
     def set_stores(self, stores: StoreReadings) -> None:
         for model in self._models.values():
             model.set_stores(stores)
 
     def is_set_up(self, model: str) -> bool:
-        """Whether requests of the model do not wait for its front end."""
         return model in self._models and self._models[model].is_set_up
 
     def pages(self, model: str, replica_id: str) -> list[str]:
-        """vLLM's metrics of a replica, as text."""
         front_end = self._models.get(model)
         page = front_end.page(replica_id) if front_end is not None else None
         return [] if page is None else [page]
@@ -145,20 +148,20 @@ class ModelFrontEnds:
         if (front_end := self._models.get(request.model)) is not None:
             # No model has to come to refuse a request.
             front_end.check_endpoint(request.content.engine_path)
-        if not self._room.waits_for(request.model):
-            await self._answer(request, receive, send)
-            return
         try:
-            async with self._held(request, send) as held:
-                with _told_wait(request):
-                    await while_connected(self._room.until_ready(request.model), receive)
-                await self._answer(request, receive, held)
+            if self._room.waits_for(request.model):
+                async with self._held(request, send) as held:
+                    with _told_wait(request):
+                        await while_connected(self._room.until_ready(request.model), receive)
+                    await self._answer(request, receive, held)
+            else:
+                await self._answer(request, receive, send)
         except ClientGoneError:
             self._metrics.client_disconnected(request.model)
 
     @asynccontextmanager
     async def _held(self, request: ForwardRequest, send: Send) -> AsyncIterator[Send]:
-        """What a request that waits for its model is answered by: a stream gets comments."""
+        """The ``send`` of a request that waits for its model: a stream gets comments meanwhile."""
         content = request.content
         if not content.streams:
             yield send
@@ -186,21 +189,16 @@ class ModelFrontEnds:
         token = routing_context.set(context)
         try:
             await answer(
-                *(front_end.app, context, receive, send, self._metrics),
+                front_end.app,
+                context,
+                receive,
+                send,
+                self._metrics,
                 idle_timeout_s=self._idle_timeout_s,
             )
-        except ClientGoneError:
-            self._metrics.client_disconnected(request.model)
         finally:
             routing_context.reset(token)
             context.goes_on()
-
-    async def collect(
-        self, request: ForwardRequest, receive: Receive = never_gone
-    ) -> tuple[int, bytes]:
-        collected = CollectedAnswer()
-        await self.forward(request, receive, collected.send)
-        return collected.status, bytes(collected.body)
 
     async def close(self) -> None:
         await self._room.close()

@@ -31,32 +31,22 @@ class InternalClient:
         await self.session.close()
 
     async def get(self, address: str, path: str, timeout_s: float) -> str:
-        """The body of the answer to a GET request.
+        """Body of the answer to a GET request; raises aiohttp.ClientError or TimeoutError."""
+        _, body = await self.request("GET", address, path, timeout_s)
+        return body
 
-        Raises:
-            aiohttp.ClientError: nobody can be reached there.
-            TimeoutError: there was no answer in time.
-        """
-        async with self.session.get(
-            f"http://{address}{path}",
-            headers={INTERNAL_TOKEN_HEADER: self._internal_token},
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-        ) as response:
-            return await response.text()
-
-    async def put(self, address: str, path: str, body: str, timeout_s: float) -> None:
-        """
-        Raises:
-            aiohttp.ClientError: nobody can be reached there, or it is refused.
-            TimeoutError: there was no answer in time.
-        """
-        async with self.session.put(
+    async def request(
+        self, method: str, address: str, path: str, timeout_s: float, body: str | None = None
+    ) -> tuple[int, str]:
+        """Status and body of an answer. Raises what :meth:`get` does."""
+        async with self.session.request(
+            method,
             f"http://{address}{path}",
             data=body,
             headers={INTERNAL_TOKEN_HEADER: self._internal_token},
             timeout=aiohttp.ClientTimeout(total=timeout_s),
         ) as response:
-            response.raise_for_status()
+            return response.status, await response.text()
 
 
 async def drain_gateways(internal_token: str, node: str, timeout_s: float) -> None:
@@ -64,16 +54,8 @@ async def drain_gateways(internal_token: str, node: str, timeout_s: float) -> No
     that at most so long; without Ray, by which they are told else."""
     client = InternalClient(internal_token)
 
-    async def drain(address: str) -> None:
-        async with client.session.post(
-            f"http://{address}{DRAIN}",
-            headers={INTERNAL_TOKEN_HEADER: internal_token},
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-        ) as response:
-            await response.read()
-
     try:
-        each = map(drain, front_ends_here(node))
-        await asyncio.gather(*each, return_exceptions=True)
+        drains = (client.request("POST", each, DRAIN, timeout_s) for each in front_ends_here(node))
+        await asyncio.gather(*drains, return_exceptions=True)
     finally:
         await client.close()

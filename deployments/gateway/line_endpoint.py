@@ -22,8 +22,8 @@ from loomserve.platform.base.errors import (
     RequestError,
     Unavailable,
 )
-from loomserve.platform.base.generation import LatestGeneration
 from loomserve.platform.base.request_logs import LoggedRequest, logged_request
+from loomserve.platform.base.sqlite import LatestGeneration
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest
 from loomserve.platform.requests.engine_request import EngineRequest
@@ -43,18 +43,13 @@ class LineEndpoint:
         keys: LiveKeys,
         meter: TokenMeter,
         routes: ModelRoutes,
-        forwarder: Answering,
+        answering: Answering,
         *,
         isolates_tenants: bool,
         usage: UsageMeter | None = None,
         tracer: RequestTracer | None = None,
     ) -> None:
-        """
-        Args:
-            isolates_tenants: no API key reads another's KV blocks.
-            usage: keeps what API keys use; None: nobody does.
-            tracer: begins a trace for each line; None: lines have none.
-        """
+        """``isolates_tenants``: no API key reads another's KV blocks."""
         self._tracer = tracer
         self._logs = server.log_format == "json"
         self._max_body = server.max_body
@@ -63,7 +58,7 @@ class LineEndpoint:
         self._keys = keys
         self._meter = meter
         self._routes = routes
-        self._forwarder = forwarder
+        self._answering = answering
         self._isolates_tenants = isolates_tenants
         self._usage = usage
         self._lanes = LatestGeneration()
@@ -111,7 +106,7 @@ class LineEndpoint:
     async def _answer(
         self, key: ApiKey | None, request: ForwardRequest, timeout_s: float
     ) -> tuple[int, bytes]:
-        work = asyncio.ensure_future(self._forwarder.collect(request))
+        work = asyncio.ensure_future(self._answering.collect(request))
         try:
             seen = -1
             # One that gets tokens is computed, however slowly.

@@ -1,22 +1,29 @@
-"""The loads of a model's replicas: told with their engines' outputs, and asked of each replica."""
+"""Loads of a model's replicas, and what the KV stores of several nodes report."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
 
 import aiohttp
 
+from loomserve.deployments.kvstore.stores import Stores
 from loomserve.platform.base.periodic import every
 from loomserve.platform.fleet.messages import LOAD_PATH
 from loomserve.platform.state.told_load import ToldLoad
+from loomserve.routers.policy import KvLink
 from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.table import ReplicaTable
 
+_log = logging.getLogger("ray.serve")
+
 _PERIOD_S = 1.0
 _TIMEOUT_S = 5.0
+_STORES_PERIOD_S = 5.0
 
 Get = Callable[[str, str, float], Awaitable[str]]
 """The body of the answer to a GET request: address, path, timeout in seconds."""
@@ -38,12 +45,7 @@ class LoadReports:
     def set_replicas(
         self, addresses: Mapping[str, str], nodes: Mapping[str, str] | None = None
     ) -> None:
-        """Set which replicas there are.
-
-        Args:
-            addresses: where each listens, by its id.
-            nodes: where each is; None: all on one.
-        """
+        """Set which replicas there are: their addresses and, if on several nodes, nodes, by id."""
         for replica_id, (address, task) in list(self._asking.items()):
             if addresses.get(replica_id) != address:
                 task.cancel()
@@ -110,3 +112,35 @@ class _Told(NamedTuple):
             }
         )
         return report.model_copy(update={"load": load})
+
+
+@dataclass(frozen=True)
+class StoreReadings:
+    """
+    Attributes:
+        store_bytes: What the store of a node keeps, in memory and on SSD; of the smallest.
+        links: To a node, from a node.
+    """
+
+    store_bytes: int
+    links: Mapping[tuple[str, str], KvLink]
+
+
+async def follow_stores(stores: Stores, tell: Callable[[StoreReadings], None]) -> NoReturn:
+    """Read the stores' usage periodically, until the task is cancelled."""
+
+    async def read() -> None:
+        states = await stores.usages()
+        links = {
+            (node, peer.node): KvLink(peer.setup_s, peer.bytes_per_s)
+            for node, state in states.items()
+            if state.network is not None
+            for peer in state.network.peers
+        }
+        sizes = (state.capacity_bytes + state.ssd_capacity_bytes for state in states.values())
+        tell(StoreReadings(min(sizes), links))
+
+    # While no store answers, the last ones hold.
+    await every(
+        _STORES_PERIOD_S, read, failed=lambda error: _log.debug("stores of nodes: %r", error)
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import aiohttp
 from prometheus_client import CollectorRegistry, generate_latest
@@ -14,12 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loomserve.deployments.batch.proxy import BatchProxy
-from loomserve.deployments.gateway.answering import Answering
 from loomserve.deployments.gateway.routes import ModelRoutes
-from loomserve.deployments.kvstore.stores import Stores, read_usages
+from loomserve.deployments.kvstore.stores import Stores
 from loomserve.kvstore.metrics import KvStoreMetrics
 from loomserve.platform.access.live_keys import LiveKeys
-from loomserve.platform.access.metrics import KeyMetrics
+from loomserve.platform.access.token_meter import KeyMetrics
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.metrics import BatchMetrics
@@ -31,6 +31,9 @@ from loomserve.platform.rebalancing.metrics import RebalancingMetrics
 from loomserve.platform.rebalancing.plans.reports import RebalancingState
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.routers.in_flight import InFlight
+
+if TYPE_CHECKING:
+    from loomserve.deployments.gateway.front_ends import ModelFrontEnds
 
 _SCRAPE_TIMEOUT_S = 3.0
 
@@ -50,7 +53,7 @@ class MetricsPage:
         self,
         registry: CollectorRegistry,
         routes: ModelRoutes,
-        forwarder: Answering,
+        front_ends: ModelFrontEnds,
         sources: Sequence[Refresh],
         *,
         own: CollectorRegistry | None = None,
@@ -60,16 +63,13 @@ class MetricsPage:
         """
         Args:
             registry: metrics of the platform, which each front end has alike.
-            routes: the models and replicas.
-            forwarder: reads the replicas' pages, and has what the gateway itself knows of them.
             sources: have their metrics in ``registry``.
             own: metrics of what this front end does.
             own_sources: have their metrics in ``own``.
-            others: the other front ends; None: there is none.
         """
         self._registry = registry
         self._routes = routes
-        self._forwarder = forwarder
+        self._front_ends = front_ends
         self._sources = sources
         self._own = own
         self._own_sources = own_sources
@@ -113,12 +113,12 @@ class MetricsPage:
         """The labels of each page that the gateway has of replicas, what it counts, its gauges."""
         for route in self._routes:
             for replica in route.replicas:
-                for page in self._forwarder.pages(route.name, replica.id):
+                for page in self._front_ends.pages(route.name, replica.id):
                     yield _labels(route.name, replica), *split_gauges(page)
 
     async def _scrape(self, labels: dict[str, str], address: str) -> Part:
         try:
-            return labels, await self._forwarder.get(address, "/metrics", _SCRAPE_TIMEOUT_S)
+            return labels, await self._front_ends.get(address, "/metrics", _SCRAPE_TIMEOUT_S)
         except (aiohttp.ClientError, TimeoutError):
             return labels, None
 
@@ -147,7 +147,7 @@ def kv_source(registry: CollectorRegistry, stores: Stores) -> Refresh:
 
     async def refresh() -> None:
         try:
-            metrics.set_states(await read_usages(stores))
+            metrics.set_states(await stores.usages())
         except Unavailable:
             metrics.set_states({})
 

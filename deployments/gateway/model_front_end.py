@@ -9,9 +9,8 @@ import uuid
 from starlette.types import Receive, Scope, Send
 
 from loomserve.deployments.gateway.answering import ForwardRequest
-from loomserve.deployments.gateway.load_reports import Get, LoadReports
+from loomserve.deployments.gateway.load_reports import Get, LoadReports, StoreReadings
 from loomserve.deployments.gateway.replica_choice import AnswerContext, ReplicaChoice
-from loomserve.deployments.gateway.store_readings import StoreReadings
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.config import LOCAL_NODE
 from loomserve.platform.fleet.messages import ModelRoute
@@ -52,17 +51,6 @@ class ModelFrontEnd:
         bounds: ContinuationBounds,
         traced: bool = False,
     ) -> None:
-        """
-        Args:
-            route: the model's, with what its front end is built of.
-            ledger: where its requests are booked.
-            metrics: count them.
-            continuation: counts those that go on elsewhere.
-            get: asks replicas for their loads.
-            tell: tells replicas whether their engines answer.
-            bounds: of continuation.
-            traced: vLLM's spans go where this process's do.
-        """
         assert route.front_end is not None
         self.spec = route.front_end
         self._name = route.name
@@ -114,28 +102,22 @@ class ModelFrontEnd:
         await self._app(scope, receive, send)
 
     def check_endpoint(self, path: str) -> None:
-        """Check that the model answers an endpoint of vLLM's, as far as it is known yet.
-
-        Raises:
-            NotFound: it does not.
-        """
+        """Raise NotFound if the model does not answer the endpoint, as far as is known yet."""
         if self._app is not None:
             self._app.check(path)
 
     def set_stores(self, stores: StoreReadings) -> None:
-        """Set what the KV stores of several nodes keep, and what fetches take."""
         route = self._route
         if route.kvstore and route.kv_token_bytes:
             self._choice.set_kv(NodesKv(route.kv_token_bytes, stores.store_bytes, stores.links))
 
     @property
     def is_set_up(self) -> bool:
-        """Whether it takes requests."""
         return self._set_up.done()
 
     @property
     def failed(self) -> bool:
-        """Whether it has to be made anew."""
+        """Whether it has to be made again."""
         return self._serving.failed
 
     def page(self, replica_id: str) -> str | None:
@@ -152,7 +134,9 @@ class ModelFrontEnd:
 
     def _first_request(self, replica_id: str) -> AnswerContext:
         request = ForwardRequest(
-            *(self._name, EngineRequest("", {}), uuid.uuid4().hex),
+            self._name,
+            EngineRequest("", {}),
+            uuid.uuid4().hex,
             pinned_to=replica_id,
             carried_on=False,
             is_first=True,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
 from loomserve.deployments.gateway.answering import ForwardRequest
-from loomserve.deployments.gateway.lateness import refuse_if_late
+from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.config import Router
 from loomserve.platform.front_end.routing import RoutingContext, RoutingRequest
 from loomserve.platform.http.engine_errors import no_replica
@@ -17,6 +18,7 @@ from loomserve.platform.tracing import RequestTrace
 from loomserve.routers.base import Decision
 from loomserve.routers.block_keys import token_keys
 from loomserve.routers.in_flight import InFlight
+from loomserve.routers.lateness import finish
 from loomserve.routers.policy import NodesKv
 from loomserve.routers.policy_choice import ReplicaChooser
 from loomserve.routers.table import ReplicaTable
@@ -77,14 +79,7 @@ class ReplicaChoice:
         metrics: GatewayMetrics,
         table: ReplicaTable,
     ) -> None:
-        """
-        Args:
-            model: its name.
-            router: its policy.
-            ledger: where requests are booked on replicas.
-            metrics: count them.
-            table: the model's replicas, kept up to date by the caller.
-        """
+        """``table``: the model's replicas, kept up to date by the caller."""
         self._model = model
         self._policy = router.policy
         self._chooser = ReplicaChooser(
@@ -100,15 +95,10 @@ class ReplicaChoice:
         """The table's replicas, a request's candidates, and those that were none."""
 
     def set_kv(self, kv: NodesKv) -> None:
-        """Set what moving KV between nodes takes."""
         self._chooser.kv = kv
 
     def choose(self, routing: RoutingRequest) -> str | None:
-        """The replica that a request is booked on until :meth:`left`; None: it waits.
-
-        Raises:
-            RequestError: it is not to be answered.
-        """
+        """Book a request on a replica until :meth:`left`; None: it waits. Raises RequestError."""
         context = routing.context if isinstance(routing.context, AnswerContext) else None
         request = context.request if context is not None else None
         with ExitStack() as booking:
@@ -119,7 +109,7 @@ class ReplicaChoice:
                     self._note_wait(ticket, context)
                 return None
             if request is not None and _is_first(routing):
-                refuse_if_late(request, ticket, self._metrics)
+                _refuse_if_late(request, ticket, self._metrics)
             if context is not None:
                 context.queues[routing] = partial(self._has_queue, decision.replica_id)
                 booking.callback(context.queues.pop, routing, None)
@@ -195,5 +185,26 @@ class ReplicaChoice:
 
 
 def _is_first(routing: RoutingRequest) -> bool:
-    """Whether it is the first choice of the replica that answers a request."""
     return not (routing.attempt or routing.prompt_only)
+
+
+def _refuse_if_late(
+    request: ForwardRequest, ticket: RoutingTicket, metrics: GatewayMetrics
+) -> None:
+    """Raise TooManyRequests if the request more likely than not ends after its deadline."""
+    replica, tokens = ticket.replica, request.median_tokens
+    if request.refuse_after is None or tokens is None or replica is None:
+        return
+    within_s = request.refuse_after - time.monotonic()
+    predicted = finish(replica, ticket.prompt_tokens, tokens)
+    if predicted is None or predicted.total_s <= within_s:
+        return
+    metrics.refused_late(request.model)
+    raise TooManyRequests(
+        f"model {request.model!r} is predicted to answer in {predicted.total_s:.1f} s, of "
+        f"which it waits {predicted.wait_s:.1f} s, and x-slo-ms leaves {within_s:.1f} s; try "
+        "again later, or allow more time",
+        param="x-slo-ms",
+        reason="deadline_unreachable",
+        retry_after_s=predicted.wait_s,
+    )

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from loomserve.platform.access.key_models import check_model, may_use, usable_models
+from loomserve.platform.access.keys import check_model, may_use, usable_models
 from loomserve.platform.aliases.policy.choice import by_client, by_number, present
 from loomserve.platform.base.errors import BadRequest, Unavailable, UnknownModel
 from loomserve.platform.config import Alias, ApiKey
@@ -29,10 +29,7 @@ def _uncounted(_: str, __: str) -> None:
 
 
 class ModelRoutes:
-    """Routing table of the gateway: each model's route, and aliases; and its endpoints.
-
-    A client learns the names of those models only that its key may use.
-    """
+    """Routes of models, adapters and aliases; clients learn names only that their key may use."""
 
     def __init__(
         self,
@@ -47,8 +44,8 @@ class ModelRoutes:
         Args:
             is_set_up: whether this gateway has a model's front end.
             batch_only: models that no gateway serves, only the batch lane.
-            with_keys: who has no API key may use no model.
-            chosen: is told of each request for an alias, and of its model.
+            with_keys: clients without an API key may use no model.
+            chosen: called with the alias and the model of each request for an alias.
             number: a random number from 0 up to but not 1.
         """
         self._is_set_up = is_set_up
@@ -86,12 +83,7 @@ class ModelRoutes:
     ) -> ModelRoute:
         """The route of the model that a request names, or of one that its alias stands for.
 
-        Args:
-            fields: the request's.
-            key: whose it is.
-            preferred: the model that the alias shall mean if it may; None: its weights say.
-
-        Raises what :meth:`find` raises.
+        An alias means the ``preferred`` model if it may. Raises what :meth:`find` raises.
         """
         name = fields.get("model")
         if not isinstance(name, str) or name not in self._aliases:
@@ -142,7 +134,7 @@ class ModelRoutes:
         return self._comes(route) or (self._has_replicas(model) and self._is_set_up(route.name))
 
     def _comes(self, route: ModelRoute) -> bool:
-        """Whether requests wait for a model, and have it come."""
+        """Whether the model is loaded for requests, which wait for it."""
         return (
             route.status is not ModelStatus.UNLOADING
             and route.on_demand
@@ -185,7 +177,6 @@ class ModelRoutes:
         return sorted(name for name in self._routes if may_use(key, name))
 
     def _all_names(self, key: ApiKey | None) -> list[str]:
-        """Models, adapters and aliases that a key may use."""
         adapters = sorted(name for name in self._adapters if may_use(key, name))
         return [*self._names(key), *adapters, *self._alias_cards(key)]
 
@@ -274,7 +265,7 @@ class ModelRoutes:
 
 
 def _client(alias: Alias, key: ApiKey | None, fields: Mapping[str, Any]) -> str | None:
-    """Whose requests get one model of the alias; None: each request is by itself."""
+    """Whose requests all get one model of the alias; None: each request chooses for itself."""
     if alias.sticky is None:
         return None
     tenant = key.name if key is not None else None

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.types import Receive
 
-from loomserve.deployments.kvstore.stores import Stores, flush, pin, read_usage, stores_of
+from loomserve.deployments.kvstore.stores import Stores
 from loomserve.kvstore.server.protocol import PROMPT_CHAIN
 from loomserve.platform.base.errors import BadRequest, NotFound, Unavailable, UnknownModel
 from loomserve.platform.fleet.messages import KvAccess
@@ -59,38 +59,36 @@ class Pinned(BaseModel):
 def build_kv_router(
     access: KvAccess | None, tenants: Callable[[], Collection[str]], complete: Complete
 ) -> APIRouter:
-    """Routes under ``/kv``; without a store they answer that there is none.
+    """Routes under ``/kv`` to the stores; without any they answer that there is none.
 
-    Args:
-        access: the store, or those of all nodes.
-        tenants: the API keys whose blocks are kept apart at present; none: all share.
-        complete: has an engine compute a text.
+    ``tenants`` are the API keys whose blocks are kept apart at present; none: all share.
+    ``complete`` has an engine compute a text.
     """
     router = APIRouter(prefix="/kv", tags=["KV store"])
 
     def stores() -> Stores:
         if access is None:
             raise NotFound("there is no KV store: add a kvstore section to the configuration")
-        return stores_of(access)
+        return Stores(access)
 
     @router.get("")
     async def usage() -> KvState:
         """What the KV store holds, and how each model used it since the store started."""
-        return await read_usage(stores())
+        return await stores().usage()
 
     @router.post("/flush")
     async def flush_model(request: FlushRequest) -> Flushed:
         """Forget the blocks that no request reads at this moment and nobody pinned."""
         asked = stores()
         if request.model is not None:
-            known = [model.model for model in (await read_usage(asked)).models]
+            known = [model.model for model in (await asked.usage()).models]
             if request.model not in known:
                 raise UnknownModel(
                     f"the KV store holds nothing of {request.model!r}; it knows: "
                     f"{', '.join(known) or 'no model yet'}",
                     param="model",
                 )
-        return Flushed(blocks=await flush(asked, request.model or ""))
+        return Flushed(blocks=await asked.flush(request.model or ""))
 
     @router.post("/pin")
     async def pin_text(request: PinRequest, http: Request) -> Pinned:
@@ -125,6 +123,6 @@ async def _pin(stores: Stores, chain: dict[str, Any], pinned: bool) -> int:
     """Pin or unpin a chain as an engine reported it; returns how many blocks that concerned."""
     names, keys = map(bytes.fromhex, chain["namespaces"]), bytes.fromhex(chain["keys"])
     try:
-        return await pin(stores, list(names), keys, pinned=pinned)
+        return await stores.pin(list(names), keys, pinned=pinned)
     except Unavailable:
         return 0  # what a store that is away held is gone

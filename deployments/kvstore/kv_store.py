@@ -36,8 +36,7 @@ def store_plan(config: Config, base: Path) -> StorePlan | None:
 def start_store(options: StoreOptions) -> Any:
     """Start the store's actor, which Ray restarts when it dies, and return its handle.
 
-    Raises:
-        StartError: the store cannot start; the message is its own.
+    ``StartError`` has the store's own message.
     """
     import ray  # the command sets Ray's environment before it imports Ray
 

@@ -1,4 +1,4 @@
-"""The stores of several nodes: one actor a node, each told of all others."""
+"""The stores of several nodes: one actor a node, each knows all others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from loomserve.kvstore.index.radix import KEY_BYTES
-from loomserve.kvstore.peers.members import Member
+from loomserve.kvstore.peers.messages import Member
 from loomserve.kvstore.server.actor import ACTOR_NAME, NodeStoreActor
 from loomserve.kvstore.server.options import StorePlan
 from loomserve.kvstore.server.protocol import (
@@ -52,11 +52,7 @@ class NodePlace(NamedTuple):
 
 
 def living_places(among: Collection[str] = ()) -> dict[str, NodePlace]:
-    """The platform's nodes that are up, by Ray's own ids of them: others each time they join.
-
-    Args:
-        among: their names; none: all.
-    """
+    """The nodes that are up, of the named ones or all, by Ray's ids: others each time they join."""
     return {
         node["NodeID"]: NodePlace(name, node["NodeManagerAddress"])
         for node in ray.nodes()
@@ -67,24 +63,18 @@ def living_places(among: Collection[str] = ()) -> dict[str, NodePlace]:
 
 
 def store_actor_name(ray_id: str) -> str:
-    """Name of the actor of a node's store."""
     return f"{ACTOR_NAME}-{ray_id}"
 
 
 class NodeStores:
     """Keeps a store on each node, and tells each which others there are.
 
-    Actors are detached: they outlive whoever follows the nodes, and the next one finds them. Ray
-    restarts one that dies, on its own node only.
+    Actors are detached: they outlive who follows the nodes, and the next controller finds them. Ray
+    restarts one that dies, on its own node only. ``token`` is what the stores of the run know, and
+    ``generation`` that of the controller.
     """
 
     def __init__(self, plan: StorePlan, token: str, generation: int) -> None:
-        """
-        Args:
-            plan: what stores are made of.
-            token: what the stores of the run know, and nobody else.
-            generation: that of the controller that follows the nodes.
-        """
         self._generation = generation
         self._plan = plan
         self._token = token
@@ -104,8 +94,7 @@ class NodeStores:
     async def follow(self) -> None:
         """Start stores that are missing, let those of lost nodes go, and make all known to all.
 
-        Raises:
-            Exception: Ray does not say which nodes there are.
+        Raises if Ray does not say which nodes there are.
         """
         places = await asyncio.to_thread(living_places, self._plan.nodes)
         for node in self._actors.keys() - places.keys():
@@ -121,20 +110,19 @@ class NodeStores:
     async def take_over(self, name: str) -> int:
         """Have other nodes fetch what one that is to leave has used last, as they have room for it.
 
-        Returns:
-            Blocks that they have of it, or are fetching. It takes 10 s at most.
+        Returns the blocks that they have of it, or are fetching. It takes 10 s at most.
         """
         actors = {self._names[ray_id]: actor for ray_id, actor in self._actors.items()}
         room = {
-            node: usage.capacity_bytes - usage.used_bytes
+            node: usage.state.capacity_bytes - usage.state.used_bytes
             for node, usage in (await _ask(actors, Inspect(), StoreUsage)).items()
             if node != name
         }
         if name not in actors or not room:
             return 0
-        told = await _ask({name: actors[name]}, Hottest(sum(room.values())), HotChains)
+        hottest = await _ask({name: actors[name]}, Hottest(sum(room.values())), HotChains)
         blocks, takers, until = 0, dict[bytes, str](), time.monotonic() + _TAKE_OVER_S
-        for chain in told[name].chains if told else ():
+        for chain in hottest[name].chains if hottest else ():
             if time.monotonic() > until:
                 break
             # Chains that begin alike stay together.
@@ -196,8 +184,7 @@ class NodeStores:
 def start_node_stores(plan: StorePlan, token: str, timeout_s: float = 60.0) -> None:
     """Start a store on each node that is up, before engines are, which map its memory.
 
-    Raises:
-        StartError: one cannot start, or not in time; the message says on which node.
+    ``StartError``: one cannot start, or not in time; the message says on which node.
     """
 
     async def start() -> None:
@@ -236,8 +223,8 @@ async def ask_stores(request: Request, expected: type[R]) -> dict[str, R]:
 async def _ask(actors: Mapping[str, Any], request: Request, expected: type[R]) -> dict[str, R]:
     """Likewise, of these actors."""
     answers = await _gather({name: actor.ask.remote(request) for name, actor in actors.items()})
-    told = filter(None, answers.values())
-    return {node: answer for node, answer in told if isinstance(answer, expected)}
+    given = filter(None, answers.values())
+    return {node: answer for node, answer in given if isinstance(answer, expected)}
 
 
 def _store_actors() -> dict[str, Any]:

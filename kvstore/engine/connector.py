@@ -25,9 +25,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from loomserve.kvstore.engine.connector_scheduler import StoreConnectorScheduler
 from loomserve.kvstore.engine.connector_worker import StoreConnectorWorker
-from loomserve.kvstore.engine.messages import StepTransfers, Transferred
+from loomserve.kvstore.engine.messages import (
+    SchedulingMetrics,
+    SchedulingStats,
+    StepTransfers,
+    Transferred,
+)
 from loomserve.kvstore.engine.namespaces import Namespaces
-from loomserve.kvstore.engine.scheduling_stats import SchedulingMetrics, SchedulingStats
 from loomserve.kvstore.server.client import StoreClient
 
 if TYPE_CHECKING:
@@ -86,11 +90,7 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # In EngineCore.
 
     def learn_adapter(self, adapter: LoRARequest) -> None:
-        """Read what an adapter's blocks are stored under, before a step has to.
-
-        Raises:
-            OSError: its files are not there.
-        """
+        """Read an adapter's files before a step has to; ``OSError`` if they are not there."""
         self.connector_scheduler.names.of_ranks(adapter)
 
     def on_new_request(self, request: Request) -> None:

@@ -2,38 +2,76 @@
 
 from __future__ import annotations
 
-import logging
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.request import RequestStatus
 
 from loomserve.kvstore.engine.lookups import Lookups
 from loomserve.kvstore.engine.messages import StepTransfers, Transferred
 from loomserve.kvstore.engine.namespaces import Namespaces
+from loomserve.kvstore.engine.pace import StepPace, TailBudget
 from loomserve.kvstore.engine.request_keys import chain_of, hands_over
 from loomserve.kvstore.engine.save_tracker import SaveTracker
-from loomserve.kvstore.engine.step_pace import StepPace
 from loomserve.kvstore.engine.swap_ledger import SwapLedger
-from loomserve.kvstore.engine.tail_budget import TailBudget
-from loomserve.kvstore.engine.transfer_policy import TransferAll, TransferPolicy
-from loomserve.kvstore.engine.transfers.copies import Load
-from loomserve.kvstore.server.client import StoreAwayError, StoreClient
-from loomserve.kvstore.server.protocol import HANDED_OVER_BY, PROMPT_CHAIN, Done, Outdated
+from loomserve.kvstore.engine.transfers.transfer import Load
+from loomserve.kvstore.server.client import StoreClient
+from loomserve.kvstore.server.protocol import HANDED_OVER_BY, PROMPT_CHAIN, Outdated
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-_logger = logging.getLogger(__name__)
+
+class TransferPolicy(Protocol):
+    """Decisions about loads and saves, asked for in each step, and reports of what they took.
+
+    By default, as under vLLM's own scheduler, every full block is saved and loaded.
+    """
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether requests that were swapped out are loaded beside steps of others."""
+        return False
+
+    def early_blocks(self, tokens: int) -> int:
+        """Blocks that may be saved, as they fill, beside a step of so many tokens.
+
+        The step lasts as long as its saves. Blocks of preempted requests are saved in any case.
+        """
+        return sys.maxsize
+
+    def in_own_memory(self, request: Request) -> bool:
+        """Whether the request's blocks are where they can be copied, not with a lender."""
+        return True
+
+    def worth_loading(self, tokens: int) -> bool:
+        """Whether that many tokens are loaded sooner than computed."""
+        return True
+
+    def on_transfer(self, done: Transferred) -> None:
+        """Learn from copies that have ended."""
+
+    def stats(self) -> KVConnectorStats | None:
+        """Numbers for the engine's front end."""
+        return None
+
+
+class TransferAll(TransferPolicy):
+    """The default, which learns nothing."""
+
+    def on_transfer(self, done: Transferred) -> None:
+        pass
 
 
 class StoreConnectorScheduler:
     """Asks the store about waiting requests, and lists each step's copies for the workers.
 
-    It knows requests and block hashes, and no memory. It never waits but for the store's answers,
+    It knows requests and block hashes, and no memory. It waits for nothing but the store's answers,
     which :class:`StoreClient` bounds. Times are monotonic seconds of the caller's clock. ``node``
-    is the store's name among those of other nodes; empty: there is no other.
+    is the store's name among those of other nodes; empty: it is the only one.
     """
 
     def __init__(
@@ -120,16 +158,11 @@ class StoreConnectorScheduler:
     def swap_out(
         self, request: Request, tokens: int, blocks: Sequence[int], recompute_s: float, now: float
     ) -> None:
-        """Keep the KV of a preempted request's first ``tokens``, which is in ``blocks``.
-
-        ``recompute_s`` predicts the time to compute them again.
-        """
         self._lookups.forget(request.request_id)
         self.swapped.swap_out(request, tokens, blocks, recompute_s, now)
         self._saves.swapped_out(request, tokens)
 
     def step(self, scheduled: SchedulerOutput, now: float) -> StepTransfers:
-        """The copies around this step."""
         self.swapped.renew_leases(now)
         self._pace.begin(now, scheduled.total_num_scheduled_tokens)
         early = self.policy.early_blocks(scheduled.total_num_scheduled_tokens)
@@ -142,24 +175,23 @@ class StoreConnectorScheduler:
         self._pace.end(now)
 
     def on_transfer(self, done: Transferred) -> None:
-        """Learn from copies that have ended."""
         self._tails.learn(done)
         self.policy.on_transfer(done)
 
     def remove(self, request: Request) -> dict[str, Any] | None:
-        """Forget a request that is finished or aborted; returns what its answer tells besides."""
+        """Forget a request that is finished or aborted; returns what its answer carries besides."""
         self._lookups.forget(request.request_id)
         self.swapped.end(request.request_id)
         self._forget_tail(request, self._saves.remove(request))
-        told: dict[str, Any] = {}
+        params: dict[str, Any] = {}
         if self._node and hands_over(request):
-            told[HANDED_OVER_BY] = self._node
+            params[HANDED_OVER_BY] = self._node
         if (request.kv_transfer_params or {}).get(PROMPT_CHAIN):
             keys = chain_of(request, request.num_prompt_tokens // self._block_size)
             namespaces = self.names.of_ranks(request.lora_request)
             chain = {"namespaces": [name.hex() for name in namespaces], "keys": keys.hex()}
-            told[PROMPT_CHAIN] = chain
-        return told or None
+            params[PROMPT_CHAIN] = chain
+        return params or None
 
     def _forget_tail(self, request: Request, chain: bytes) -> None:
         """Have the store forget the unfilled block of a request that has ended.
@@ -168,12 +200,8 @@ class StoreConnectorScheduler:
         """
         if not chain or request.status is RequestStatus.FINISHED_ABORTED:
             return
-        try:
-            for name in self.names.of_ranks(request.lora_request):
-                self._store.ask(Outdated(name, chain), Done)
-        except StoreAwayError as error:
-            # It is evicted in time.
-            _logger.debug("%s", error)
+        for name in self.names.of_ranks(request.lora_request):
+            self._store.tell(Outdated(name, chain))
 
     def close(self) -> None:
         self._store.close()

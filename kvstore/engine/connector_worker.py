@@ -12,11 +12,11 @@ import torch
 
 from loomserve.kvstore.engine.messages import StepTransfers, Transferred
 from loomserve.kvstore.engine.transfers.batched_memory import BatchedMemory, memory_of
-from loomserve.kvstore.engine.transfers.copies import Save
 from loomserve.kvstore.engine.transfers.loader import Loader
 from loomserve.kvstore.engine.transfers.memory import BlockMemory, pinned, stream_for
 from loomserve.kvstore.engine.transfers.saver import Saver
 from loomserve.kvstore.engine.transfers.staging import Staging
+from loomserve.kvstore.engine.transfers.transfer import Save
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.storage.arena import Arena
 
@@ -25,7 +25,7 @@ class StoreConnectorWorker:
     """Makes each step's copies between this rank's blocks and the store's arena.
 
     Copies run beside the forward pass. They come before and after it where the memory allows none
-    beside it, and where the pass is one CUDA graph: a graph makes no calls around its layers. Saves
+    beside it, and where the pass is one CUDA graph, which makes no calls around its layers. Saves
     of few blocks on a GPU are staged at its end, and no step waits for them.
     """
 
@@ -88,7 +88,6 @@ class StoreConnectorWorker:
                 self._fetches[request_id].result()
 
     def take_fetched(self) -> set[str] | None:
-        """Requests whose fetch has ended since the last call."""
         ended = {name for name, fetch in self._fetches.items() if fetch.done()}
         for name in ended:
             self._failed |= self._fetches.pop(name).result()
@@ -98,23 +97,9 @@ class StoreConnectorWorker:
         """Copies since the last call; None if there were none."""
         loader, fetcher, saver = self.threads
         out, loaded, fetched = saver.time.copied, loader.time.copied, fetcher.time.copied
-        before, self._reported = (
-            self._reported,
-            Transferred(
-                *out,
-                loaded.size + fetched.size,
-                loaded.busy_s + fetched.busy_s,
-                *saver.time.saved,
-            ),
-        )
-        new = Transferred(
-            self._reported.out_bytes - before.out_bytes,
-            self._reported.out_s - before.out_s,
-            self._reported.in_bytes - before.in_bytes,
-            self._reported.in_s - before.in_s,
-            self._reported.out_blocks - before.out_blocks,
-            self._reported.out_core_s - before.out_core_s,
-        )
+        in_bytes, in_s = loaded.size + fetched.size, loaded.busy_s + fetched.busy_s
+        total = Transferred(*out, in_bytes, in_s, *saver.time.saved)
+        new, self._reported = total.since(self._reported), total
         return new if new.out_bytes or new.in_bytes or new.out_core_s else None
 
     def before_layer(self, layer_name: str, saves: list[dict[int, Save]]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from loomserve.kvstore.server.protocol import NAMESPACE_BYTES
+from loomserve.kvstore.wire import NAMESPACE_BYTES
+from loomserve.platform.base.files import replace_file
 
 _CHUNK_BYTES = 2**24
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -22,7 +22,7 @@ _TIMESTAMP_NS = 2 * 10**9
 
 
 def namespace(**inputs: Any) -> bytes:
-    """Digest of 16 bytes of the inputs, which are JSON values; it differs if any input does."""
+    """Digest of 16 bytes of JSON values; it differs if any of them does."""
     text = json.dumps(inputs, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=NAMESPACE_BYTES).digest()
 
@@ -30,11 +30,8 @@ def namespace(**inputs: Any) -> bytes:
 def folder_digest(folder: Path, cache: Path) -> str:
     """Digest of the weights, configurations and code in a folder of a model or adapter.
 
-    It reads whole files, since fine-tunes of a model may differ anywhere. That takes a second for
-    a few GB, so it keeps a file's digest in ``cache`` until the file changes.
-
-    Raises:
-        FileNotFoundError: the folder holds no weights.
+    It reads whole files, since fine-tunes may differ anywhere, a second for a few GB. So it keeps a
+    file's digest in ``cache`` until the file changes. ``FileNotFoundError``: there are no weights.
     """
     files = [
         file
@@ -61,13 +58,6 @@ def _file_digest(file: Path, cache: Path) -> str:
             digest.update(chunk)
     # A file that changed just now could change again within the same timestamp.
     if changed_ns < begin_ns - _TIMESTAMP_NS:
-        _keep(kept, digest.hexdigest())
+        cache.mkdir(parents=True, exist_ok=True)
+        replace_file(kept, digest.hexdigest())
     return digest.hexdigest()
-
-
-def _keep(kept: Path, digest: str) -> None:
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    # Several engines may start at once: each writes its own file, and the last one wins.
-    fresh = kept.with_suffix(f".{os.getpid()}")
-    fresh.write_text(digest)
-    fresh.replace(kept)

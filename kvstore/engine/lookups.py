@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loomserve.kvstore.engine.namespaces import Namespaces
+from loomserve.kvstore.engine.pace import StepPace
 from loomserve.kvstore.engine.request_keys import (
     handed_over_by,
     handed_over_tokens,
     keys_of,
     tail_end,
 )
-from loomserve.kvstore.engine.step_pace import StepPace
 from loomserve.kvstore.engine.swap_ledger import LEASE_S, LONGEST_COMMIT_S, SwapLedger
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
-from loomserve.kvstore.server.protocol import Done, Found, Lookup, Release, decode_slots
+from loomserve.kvstore.server.protocol import Found, Lookup, Release, decode_slots
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -36,7 +36,7 @@ class LookupResult:
     """The store's answer about a request that is not scheduled yet.
 
     Blocks ``[skip, blocks)`` are in memory on every rank, and each rank's lease keeps them there.
-    ``pending`` says that more are on their way and worth waiting for.
+    ``pending``: more are on their way and worth waiting for. ``leases``: lease and slots, by rank.
     """
 
     asked_at: float
@@ -52,8 +52,7 @@ class LookupResult:
 class Lookups:
     """Open lookups, at most one a request; each is taken when the request gets memory.
 
-    Times are monotonic seconds of the caller's clock. ``node`` is the store's name among those of
-    other nodes.
+    Times are monotonic seconds of the caller's clock. ``node`` is the store's name among others'.
     """
 
     def __init__(
@@ -128,7 +127,6 @@ class Lookups:
         return self._results.pop(request_id, None)
 
     def forget(self, request_id: str) -> None:
-        """End the request's lookup, if it has one."""
         result = self.take(request_id)
         if result is not None:
             self.release(result)
@@ -136,11 +134,7 @@ class Lookups:
     def release(self, result: LookupResult) -> None:
         leases = [lease for lease, _ in result.leases.values()]
         if leases:
-            try:
-                self._store.ask(Release(leases), Done)
-            except StoreAwayError as error:
-                # Leases end by themselves.
-                _logger.debug("%s", error)
+            self._store.tell(Release(leases))
 
     def _lookup(
         self, request: Request, namespace: bytes, keys: bytes, skip: int, *, use: bool

@@ -43,12 +43,9 @@ class Namespaces:
         }
 
     def of_ranks(self, adapter: LoRARequest | None) -> list[bytes]:
-        """Each rank's namespace for requests with this adapter, in the order of ranks.
+        """Namespaces for requests with this adapter, in the order of ranks.
 
-        The first call reads the adapter's files, which later ones do not need.
-
-        Raises:
-            OSError: they are not there.
+        The first call reads the adapter's files; ``OSError`` if they are not there.
         """
         # A folder may get other weights, and then its adapter another name.
         known = (adapter.lora_name, adapter.lora_path) if adapter else None

@@ -33,7 +33,7 @@ def handed_over_tokens(request: Request) -> int:
 
 
 def handed_over_by(request: Request) -> str:
-    """The node whose store has those tokens' KV; empty where that was not told."""
+    """The node whose store has those tokens' KV; empty: not said."""
     node: str = (request.kv_transfer_params or {}).get(HANDED_OVER_BY, "")
     return node
 
@@ -42,7 +42,7 @@ def tail_end(tokens: int, block_size: int) -> int:
     """Tokens up to which the KV of a request that is being answered is kept in the store.
 
     Of the block that its first ``tokens`` leave unfilled, every fourth part is saved once it is
-    computed: whoever goes on with the request computes less than that again.
+    computed: who goes on with the request computes less than that again.
     """
     part = max(1, block_size // _PARTS_OF_A_BLOCK)
     return tokens // part * part
@@ -56,11 +56,8 @@ def chain_of(request: Request, blocks: int) -> bytes:
 def tail_key(chain: bytes, tokens: Sequence[int], owner: str = "") -> bytes:
     """The key of a block that holds ``tokens`` and then nothing, after the blocks of ``chain``.
 
-    The chain's last key stands for all tokens before, and for the cache salt and the adapter. With
-    an ``owner``, a request, nobody else finds the block.
-
-    Raises:
-        ValueError: there is neither a block before nor an owner.
+    The chain's last key stands for all tokens before, the cache salt and the adapter. With an
+    ``owner``, a request, nobody else finds the block. ``ValueError``: there is neither.
     """
     if len(chain) < KEY_BYTES and not owner:
         raise ValueError("a tail follows at least one full block")
@@ -80,12 +77,8 @@ def tail_key_of(request: Request, chain: bytes, end: int, block_size: int, *, ow
 def keys_of(request: Request, tokens: int, left: int, block_size: int, *, owned: bool) -> bytes:
     """Keys of the blocks that hold the request's first ``tokens``.
 
-    Args:
-        request: whose blocks.
-        tokens: to be found.
-        left: tokens to the last of which the request's KV was left in the store.
-        block_size: tokens a full block.
-        owned: whether the request itself left them there, by being swapped out.
+    ``left`` are the tokens to the last of which its KV was left in the store, by the request itself
+    if they are ``owned``.
     """
     full, rest = divmod(tokens, block_size)
     chain = chain_of(request, full)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loomserve.kvstore.engine.namespaces import Namespaces
+from loomserve.kvstore.engine.pace import StepPace, TailBudget
 from loomserve.kvstore.engine.request_keys import chain_of, hands_over, tail_end, tail_key_of
-from loomserve.kvstore.engine.step_pace import StepPace
 from loomserve.kvstore.engine.swap_ledger import HANDOFF_S
-from loomserve.kvstore.engine.tail_budget import TailBudget
-from loomserve.kvstore.engine.transfers.copies import Save
+from loomserve.kvstore.engine.transfers.transfer import Save
 from loomserve.kvstore.index.radix import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -26,10 +25,8 @@ _NULL_BLOCK = 0
 class _Saved:
     """What is saved of a request: ``blocks`` full ones, and maybe a part of the next one.
 
-    Attributes:
-        blocks: Full blocks.
-        tail: Tokens up to which the unfilled block was saved last; 0: it was not.
-        tail_chain: Keys of the blocks before that, and its own.
+    ``tail`` are the tokens up to which the unfilled block was saved last (0: it was not), and
+    ``tail_chain`` the keys of the blocks before that, and its own.
     """
 
     blocks: int = 0
@@ -37,7 +34,6 @@ class _Saved:
     tail_chain: bytes = b""
 
     def tokens(self, block_size: int) -> int:
-        """Tokens up to which something is saved."""
         return max(self.tail, self.blocks * block_size)
 
 
@@ -86,11 +82,8 @@ class SaveTracker:
     ) -> Iterator[dict[int, Save]]:
         """Saves beside this step, by rank.
 
-        Args:
-            scheduled: the step.
-            early: blocks that may be saved of requests that do not hand over.
-            in_own_memory: whether a request's blocks are where they can be copied.
-            now: when the step begins.
+        ``early`` blocks may be saved of requests that do not hand over. ``in_own_memory``: whether
+        a request's blocks are where they can be copied. ``now`` is when the step begins.
         """
         self._tables.update(_block_tables(scheduled.kv_connector_block_state))
         computed = {
@@ -149,7 +142,6 @@ class SaveTracker:
         return min(tokens // self._block_size, len(request.block_hashes))
 
     def _full_keys(self, request: Request, tokens: int) -> bytes:
-        """Keys of the blocks that are full once ``tokens`` are computed."""
         return chain_of(request, self._full_blocks(request, tokens))
 
     def _to_hand_over(self, request: Request, tokens: int, saved: _Saved) -> bytes:
@@ -168,12 +160,7 @@ class SaveTracker:
     ) -> bytes:
         """Chain of what is computed of a request; empty if there is nothing to save.
 
-        Args:
-            request: whose blocks.
-            tokens: that are computed.
-            saved: is brought up to date.
-            early: blocks that may be saved.
-            now: when the step begins.
+        ``saved`` is brought up to date; ``early`` blocks may be saved.
         """
         keys = self._full_keys(request, tokens)
         full, before = len(keys) // KEY_BYTES, saved.blocks
@@ -199,7 +186,6 @@ class SaveTracker:
 
 
 def _block_tables(state: KVConnectorBlockState) -> Iterator[tuple[str, list[int]]]:
-    """Block tables of the step's requests, each with its request's id."""
     if hasattr(state, "block_ids"):  # vLLM 0.29 has them at hand
         all_tables = state.block_ids.items()
     else:  # 0.32 looks them up

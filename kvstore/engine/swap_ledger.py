@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from loomserve.kvstore.engine.namespaces import Namespaces
+from loomserve.kvstore.engine.pace import StepPace
 from loomserve.kvstore.engine.request_keys import chain_of, keys_of, tail_key_of
-from loomserve.kvstore.engine.step_pace import StepPace
-from loomserve.kvstore.engine.transfers.copies import Save
+from loomserve.kvstore.engine.transfers.transfer import Save
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
-from loomserve.kvstore.server.protocol import Done, Found, Lookup, Release
+from loomserve.kvstore.server.protocol import Found, Lookup, Release
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -37,8 +37,7 @@ _SWAP_OUT_S = 2.0
 class SwappedRequest:
     """A preempted request whose first ``tokens`` tokens have their KV in the store.
 
-    ``leases`` keep it there; there are none until its blocks have been found, and ``complete`` says
-    that all have been.
+    ``leases`` keep it there, once its blocks have been found; ``complete``: all have been.
     """
 
     request: Request
@@ -52,8 +51,7 @@ class SwappedRequest:
 class SwapLedger:
     """Requests that are swapped out, each from its preemption until it has memory again.
 
-    Their blocks are leased for as long as they wait. Times are monotonic seconds of the caller's
-    clock.
+    Their blocks are leased meanwhile. Times are monotonic seconds of the caller's clock.
     """
 
     def __init__(self, store: StoreClient, names: Namespaces, pace: StepPace) -> None:
@@ -74,7 +72,7 @@ class SwapLedger:
     def swap_out(
         self, request: Request, tokens: int, blocks: Sequence[int], recompute_s: float, now: float
     ) -> None:
-        """Save the KV of the request's first ``tokens``, which stays in ``blocks`` until this step.
+        """Keep the KV of a preempted request's first ``tokens``, in ``blocks`` until the next step.
 
         ``recompute_s`` predicts the time to compute them again.
         """
@@ -92,7 +90,6 @@ class SwapLedger:
         )
 
     def take_saves(self) -> list[dict[int, Save]]:
-        """Saves of all requests that were swapped out since the last call."""
         saves, self._saves = self._saves, []
         return saves
 
@@ -110,10 +107,7 @@ class SwapLedger:
         """Forget a request, which has its memory again or is gone; harmless if it is not known."""
         swapped = self._swapped.pop(request_id, None)
         if swapped is not None and swapped.leases:
-            try:
-                self._store.ask(Release(swapped.leases), Done)
-            except StoreAwayError as error:
-                _logger.debug("%s", error)
+            self._store.tell(Release(swapped.leases))
 
     def _until_leased_s(self) -> float:
         """Seconds within which the next step holds a lease of its own."""
@@ -134,8 +128,9 @@ class SwapLedger:
             ]
             swapped.leases = [one.lease for one in found if one.lease]
             swapped.complete = all(one.in_memory == blocks for one in found)
-            if earlier:
-                self._store.ask(Release(earlier), Done)
         except StoreAwayError as error:
             # What is lost is computed again.
             _logger.debug("%s", error)
+            return
+        if earlier:
+            self._store.tell(Release(earlier))

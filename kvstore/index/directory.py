@@ -1,21 +1,24 @@
 """Directory: which other nodes have which blocks, as far as they have said so.
 
-Entries are hints. A node asks the holder for the blocks, and the holder looks for itself; so what
-is missing here, or no longer true, costs a recomputation and never a wrong byte.
-
-A key stands for its block and all before it, and what a node has is closed under prefixes. So a
-chain's length on a node is found by bisection: a few look-ups, however long the chain.
+Entries are hints: a holder looks for itself, so a wrong one costs a recomputation and no wrong
+byte. A key stands for its block and all before it, and what a node has is closed under prefixes. So
+a chain's length on a node is found by bisection.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from loomserve.kvstore.index.journal import Change, Tier
 from loomserve.kvstore.index.radix import KEY_BYTES
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Holding(NamedTuple):
@@ -38,14 +41,27 @@ class _Node:
         return sum(map(len, self.blocks.values()))
 
 
-class Directory:
-    """Blocks of other nodes by what they announce, ``most_blocks`` of them at most.
+def _locked(
+    method: Callable[Concatenate[Directory, P], R],
+) -> Callable[Concatenate[Directory, P], R]:
+    @functools.wraps(method)
+    def locked(self: Directory, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            return method(self, *args, **kwargs)
 
-    What does not fit is not noted. It has no clock, and knows nothing of connections.
+    return locked
+
+
+class Directory:
+    """Blocks of other nodes as they announce them; beyond ``most_blocks`` nothing is noted.
+
+    For any number of threads, none of which holds it for long.
     """
 
     def __init__(self, most_blocks: int) -> None:
         self._most_blocks = most_blocks
+        # Its methods call each other.
+        self._lock = threading.RLock()
         self._nodes: dict[str, _Node] = {}
         self._count = 0
         self.gaps = 0
@@ -55,29 +71,30 @@ class Directory:
         """Entries: a block of two nodes counts twice."""
         return self._count
 
+    @_locked
     def heard(self, node: str) -> tuple[int, int]:
         """Epoch and number of the last message that was taken in; zeros: none was."""
         known = self._nodes.get(node)
         return (known.epoch, known.seq) if known is not None else (0, 0)
 
+    @_locked
     def begin(self, node: str, epoch: int, seq: int) -> None:
         """All contents of a node follow, as of its message ``seq``: what was known is forgotten."""
         self.drop(node)
         self._nodes[node] = _Node(epoch, seq)
 
+    @_locked
     def add(self, node: str, changes: Iterable[Change]) -> None:
-        """Take a part of the contents that :meth:`begin` announced."""
         known = self._nodes.get(node)
         if known is not None:
             for change in changes:
                 self._apply(known, change)
 
+    @_locked
     def apply(self, node: str, epoch: int, seq: int, changes: Iterable[Change]) -> bool:
-        """Take a message in.
+        """Take a message in; one that was taken in before changes nothing.
 
-        Returns:
-            False, and the node's entries are gone, if this is not the message after the last: its
-            contents are wanted as a whole. One that was taken in before changes nothing.
+        False, and the node's entries are gone, if a message is missing: all contents are wanted.
         """
         known = self._nodes.get(node)
         if known is not None and known.epoch == epoch and seq <= known.seq:
@@ -91,17 +108,19 @@ class Directory:
             self._apply(known, change)
         return True
 
+    @_locked
     def drop(self, node: str) -> None:
         """Forget a node: it is gone, or what is known of it is not to be trusted."""
         known = self._nodes.pop(node, None)
         if known is not None:
             self._count -= len(known)
 
+    @_locked
     def keep_only(self, nodes: Collection[str]) -> None:
-        """Forget all other nodes."""
         for node in [node for node in self._nodes if node not in nodes]:
             self.drop(node)
 
+    @_locked
     def holdings(self, namespace: bytes, keys: bytes) -> list[Holding]:
         """What each node has of a chain, of those that have something."""
         found: list[Holding] = []
@@ -114,6 +133,7 @@ class Directory:
             found.append(Holding(name, resident, _prefix(tiers, keys, resident, Tier.MEMORY)))
         return found
 
+    @_locked
     def holders(self, namespace: bytes, key: bytes) -> list[str]:
         """Nodes that have a block in memory."""
         return [
@@ -121,15 +141,6 @@ class Directory:
             for name, node in self._nodes.items()
             if node.blocks.get(namespace, {}).get(key) == Tier.MEMORY
         ]
-
-    def blocks_of(self, node: str) -> dict[tuple[bytes, bytes], Tier]:
-        """All entries of a node, by namespace and key; for tests, since it copies them."""
-        known = self._nodes.get(node)
-        return {
-            (namespace, key): tier
-            for namespace, blocks in (known.blocks if known is not None else {}).items()
-            for key, tier in blocks.items()
-        }
 
     def _apply(self, node: _Node, change: Change) -> None:
         keys = change.keys

@@ -1,7 +1,6 @@
-"""Eviction policies: functions that give blocks a value, and the order in which blocks go.
+"""Eviction policies, which give blocks a value, and the order in which blocks go: lowest first.
 
-A policy maps an :class:`EvictionCandidate` to a value; the lowest value is evicted first. Values of
-one policy compare with each other, across models too; values of different policies do not.
+Values of one policy compare with each other, across models too.
 """
 
 from __future__ import annotations
@@ -17,15 +16,11 @@ from loomserve.kvstore.index.radix import KEY_BYTES, RadixNode, RadixTree
 
 @dataclass(frozen=True, slots=True)
 class EvictionCandidate:
-    """Run of blocks of one model that were used together. Each field is that of one block.
+    """Run of blocks of one model that were used together; each field is of one block.
 
-    Attributes:
-        recompute_s: Predicted seconds to compute the block again, or to fetch it from another node.
-        block_bytes: Bytes that the block occupies, above 0.
-        uses: Number of lookups that found the block.
-        age_s: Seconds since the block was last used, or inserted if it never was; at least 0.
-        floor: Greatest value at which a block had been evicted when this one was last used or
-            inserted; at least 0.
+    ``recompute_s`` predicts the seconds to compute it again, or to fetch it from another node.
+    ``age_s`` is the time since its last use, or its insertion. ``floor`` is the greatest value at
+    which a block had been evicted by then.
     """
 
     recompute_s: float
@@ -47,10 +42,9 @@ def cost(candidate: EvictionCandidate) -> float:
     """Predicted recompute seconds saved per byte kept: Greedy-Dual-Size-Frequency.
 
     ``value = floor + (1 + uses) * recompute_s / block_bytes``. The floor rises with what is
-    evicted, so a block grows old by what the store takes in and not by the clock: were it by time
-    alone, the blocks that were read once would keep every new one out of a store that is full.
-    Source: Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching
-    policy", HP Labs 1998.
+    evicted, so a block grows old by what the store takes in and not by the clock, by which blocks
+    that were read once would keep every new one out of a full store. Source: Cherkasova, "Improving
+    WWW proxies performance with Greedy-Dual-Size-Frequency caching policy", HP Labs 1998.
     """
     saved_s = (1 + candidate.uses) * candidate.recompute_s
     return candidate.floor + saved_s / candidate.block_bytes
@@ -69,9 +63,8 @@ def eviction_order(
 ) -> Iterator[tuple[float, RadixTree, RadixNode]]:
     """Unlocked nodes in memory and their values: each after all below it, else by rising value.
 
-    A block that another node has too is worth the time to fetch it, not to compute it, where that
-    is less. Of nodes of the same value the least recently used comes first. Before it asks for the
-    next node, the caller may take slots of the one that it got.
+    A block that another node has too is worth the time to fetch it, where that is less. Of equal
+    values the least recently used comes first. The caller may take slots of the node it got.
     """
     heap: list[tuple[float, float, int, RadixTree, RadixNode]] = []
     # Where all else is equal, nodes go in the order of their discovery.

@@ -1,7 +1,7 @@
 """Locks on paths of radix trees: leases, which expire, and pins, which do not.
 
-A locked path keeps the slots of its blocks. Blocks that are removed while
-locked free their slots when the last lock ends.
+A locked path keeps its slots; those of blocks that are removed meanwhile are free after the last
+lock.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class _LeasedPath:
 
 
 class LeaseTable:
-    """Leases on paths of any tree, by their ids. An id is never given out again."""
+    """Leases on paths of any tree, by their ids."""
 
     def __init__(self) -> None:
+        self.ids: Iterator[int] = count(1)
+        """Gives ids that no lease has had."""
         self._leased: dict[int, _LeasedPath] = {}
-        self._ids = count(1)
+
+    def __len__(self) -> int:
+        return len(self._leased)
 
     def lock(
         self, tree: RadixTree, keys: bytes, blocks: int, skip: int, expires_at: float
     ) -> Lease | None:
-        """Locks the first ``blocks`` blocks of ``keys``; the lease has the slots from ``skip`` on.
+        """Lock the first ``blocks`` blocks of ``keys``; the lease has the slots from ``skip`` on.
 
-        Returns:
-            None if not all ``blocks`` are in memory.
-
-        Raises:
-            ValueError: Not ``0 <= skip < blocks``.
+        None if not all of them are in memory. ``ValueError`` unless ``0 <= skip < blocks``.
         """
         if not 0 <= skip < blocks:
             raise ValueError(f"no blocks in [{skip}, {blocks})")
@@ -53,7 +53,7 @@ class LeaseTable:
         if path is None:
             return None
         tree.lock(path[-1])
-        id_ = next(self._ids)
+        id_ = next(self.ids)
         self._leased[id_] = _LeasedPath(tree, path[-1], expires_at)
         slots = array("q")
         for node in path:
@@ -64,16 +64,11 @@ class LeaseTable:
         return lease_id in self._leased
 
     def release(self, lease_id: int) -> list[int]:
-        """Ends the lease, if it has not ended yet.
-
-        Returns:
-            The slots that became free: those of blocks that were removed meanwhile.
-        """
+        """End a lease, if it has not ended; returns slots of blocks that were removed meanwhile."""
         leased = self._leased.pop(lease_id, None)
         return [] if leased is None else leased.tree.unlock(leased.last)
 
     def expire(self, now: float) -> list[int]:
-        """Releases the leases whose time has come."""
         ended = [id_ for id_, leased in self._leased.items() if leased.expires_at <= now]
         return [slot for id_ in ended for slot in self.release(id_)]
 
@@ -81,7 +76,6 @@ class LeaseTable:
         return sum(leased.tree is tree for leased in self._leased.values())
 
     def lasts(self) -> Iterator[RadixNode]:
-        """The last node of every leased path."""
         return (leased.last for leased in self._leased.values())
 
 
@@ -93,10 +87,9 @@ class PinTable:
         self._lasts: dict[bytes, RadixNode] = {}
 
     def pin(self, keys: bytes, blocks: int) -> bool:
-        """Locks the first ``blocks`` blocks of ``keys``; False if not all are in memory.
+        """Lock the first ``blocks`` blocks of ``keys``; False if not all are in memory.
 
-        Raises:
-            ValueError: ``blocks`` is not positive, or ``keys`` is too short.
+        ``ValueError`` if ``blocks`` is not positive, or ``keys`` is too short.
         """
         key = _last_key(keys, blocks)
         if key in self._lasts:
@@ -109,22 +102,16 @@ class PinTable:
         return True
 
     def unpin(self, keys: bytes, blocks: int) -> None:
-        """Undoes :meth:`pin` of the same blocks, if they are pinned.
-
-        Raises:
-            ValueError: ``blocks`` is not positive, or ``keys`` is too short.
-        """
         last = self._lasts.pop(_last_key(keys, blocks), None)
         if last is not None:
             self._tree.unlock(last)
 
     def unpin_removed(self) -> list[int]:
-        """Ends the pins of blocks that were cut from the tree; the slots that became free."""
+        """End the pins of blocks that were cut from the tree; the slots that became free."""
         removed = [key for key, last in self._lasts.items() if last.detached]
         return [slot for key in removed for slot in self._tree.unlock(self._lasts.pop(key))]
 
     def lasts(self) -> Iterator[RadixNode]:
-        """The last node of every pinned path."""
         return iter(self._lasts.values())
 
 

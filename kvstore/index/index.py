@@ -4,15 +4,14 @@ Blocks are identified by namespace and key, slots and locations by numbers of th
 allocates them: the index is told where blocks are and returns what became free. It does no I/O and
 has no clock: ``now`` is in seconds of any clock that never goes back.
 
-``namespace`` is always one that :meth:`Index.add_namespace` has added, else ``KeyError`` is raised.
-``keys`` is a chain of blocks from the root on, ``KEY_BYTES`` a block; a key implies all keys before
-it, and ``ValueError`` is raised where a chain is shorter than the other arguments say.
+``namespace`` is one that was added, else ``KeyError`` is raised. ``keys`` is a chain of blocks from
+the root on, ``KEY_BYTES`` a block; a key implies all keys before it, and ``ValueError`` is raised
+where a chain is shorter than the other arguments say.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence, Set
 from itertools import takewhile
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from loomserve.kvstore.index.radix import (
     RadixTree,
     blocks_in_memory,
 )
-from loomserve.kvstore.index.reclaim import group_to_reclaim, take_slots
+from loomserve.kvstore.index.selection import group_to_reclaim, take_slots
 
 
 class Match(NamedTuple):
@@ -40,15 +39,9 @@ class Match(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Contents and use of one namespace, counted in blocks; ``leases`` in leases.
+    """Contents and use of one namespace since it was added, in blocks; ``leases`` in leases.
 
-    Attributes:
-        in_memory: Blocks that have a slot.
-        on_ssd: Blocks that have a location; a block may have both.
-        leases: Leases that have not ended.
-        hits: Looked-up blocks that were resident, since the namespace was added.
-        misses: Looked-up blocks that were not.
-        evictions: Blocks that :meth:`Index.evict` took from memory.
+    A block may be both in memory and on SSD. Hits are looked-up blocks that were resident.
     """
 
     in_memory: int
@@ -71,10 +64,8 @@ class _Namespace:
 class Index:
     """A radix tree of blocks for each namespace, with leases, pins and an eviction policy.
 
-    Args:
-        policy: Gives blocks the value by which :meth:`evict` orders them.
-        journal: Is told of blocks that come, move and go; None: nobody wants to know.
-        refetch: Knows what it takes to fetch a block from another node; None: there is none.
+    ``journal`` gets blocks that come, move and go. ``refetch`` predicts what it takes to
+    fetch a block from another node.
     """
 
     def __init__(
@@ -88,11 +79,7 @@ class Index:
         self.leases = LeaseTable()
 
     def add_namespace(self, namespace: bytes, block_bytes: int) -> None:
-        """Adds a namespace with blocks of ``block_bytes`` bytes; adding it again changes nothing.
-
-        Raises:
-            ValueError: it has blocks of another size.
-        """
+        """Add a namespace, if it is new; ``ValueError`` if it has blocks of another size."""
         known = self._namespaces.setdefault(
             namespace, _Namespace(RadixTree(namespace, block_bytes, self._journal))
         )
@@ -103,7 +90,7 @@ class Index:
             )
 
     def lookup(self, namespace: bytes, keys: bytes, now: float) -> Match:
-        """Matches ``keys``, and counts a use of the blocks that are found."""
+        """Match ``keys``, and count a use of the blocks that are found."""
         known = self._namespaces[namespace]
         path = known.tree.walk(keys)
         for node in path:
@@ -115,7 +102,7 @@ class Index:
         return match
 
     def match(self, namespace: bytes, keys: bytes) -> Match:
-        """Matches ``keys`` without counting a use."""
+        """Match ``keys`` without counting a use."""
         path = self._namespaces[namespace].tree.walk(keys)
         return Match(sum(map(len, path)), blocks_in_memory(path))
 
@@ -129,29 +116,12 @@ class Index:
     def lease(
         self, namespace: bytes, keys: bytes, blocks: int, skip: int, now: float, ttl: float
     ) -> Lease | None:
-        """Keeps the slots of the first ``blocks`` blocks for ``ttl`` seconds; counts no use.
+        """Keep the slots of the first ``blocks`` blocks for ``ttl`` seconds; counts no use.
 
-        Returns:
-            The lease, with the slots of blocks ``[skip, blocks)``; None if not all ``blocks``
-            blocks are in memory.
-
-        Raises:
-            ValueError: not ``0 <= skip < blocks``.
+        See :meth:`LeaseTable.lock`.
         """
         tree = self._namespaces[namespace].tree
         return self.leases.lock(tree, keys, blocks, skip, now + ttl)
-
-    def release(self, lease_id: int) -> list[int]:
-        """Ends the lease, if it has not ended yet.
-
-        Returns:
-            Slots that became free, of blocks that were removed meanwhile.
-        """
-        return self.leases.release(lease_id)
-
-    def expire(self, now: float) -> list[int]:
-        """Releases the leases whose time has come."""
-        return self.leases.expire(now)
 
     def insert(
         self,
@@ -162,14 +132,11 @@ class Index:
         now: float,
         recompute_s: float,
     ) -> list[int]:
-        """Records that blocks ``[first, first + len(slots))`` of ``keys`` are in these slots.
+        """Blocks ``[first, first + len(slots))`` of ``keys`` are in these slots now.
 
-        Args:
-            recompute_s: Predicted seconds to compute one of these blocks again.
-
-        Returns:
-            Slots that are not needed: of blocks that are in memory already; all of them if the
-            block before ``first`` is not in memory.
+        Returns the slots that are not needed: of blocks that are in memory already, or all of them
+        if the block before ``first`` is not. ``recompute_s`` predicts the seconds to compute a
+        block again.
         """
         use = InitialUse(now, self._floor, recompute_s)
         return insert_in_memory(self._namespaces[namespace].tree, keys, first, slots, use)
@@ -183,24 +150,20 @@ class Index:
         now: float,
         recompute_s: float,
     ) -> list[int]:
-        """Records that blocks ``[first, first + len(locations))`` of ``keys`` are on SSD.
+        """Blocks ``[first, first + len(locations))`` of ``keys`` are at these locations on SSD now.
 
-        No location is another block's. ``now`` and ``recompute_s`` are for blocks that are not in
-        memory: those found on SSD after a crash, or evicted while they were written.
-
-        Returns:
-            Locations that are not needed: of blocks that are on SSD already; all of them if the
-            block before ``first`` is not resident.
+        Returns the locations that are not needed, as :meth:`insert` does slots. ``now`` and
+        ``recompute_s`` are for blocks that are not in memory: those found on SSD after a crash, or
+        evicted while they were written.
         """
         use = InitialUse(now, self._floor, recompute_s)
         return insert_on_ssd(self._namespaces[namespace].tree, keys, first, locations, use)
 
     def drop_ssd(self, locations: Collection[int]) -> list[int]:
-        """Forgets lost locations, the blocks that were only there, and all below those.
+        """Forget lost locations, the blocks that were only there, and all below those.
 
-        Returns:
-            The other locations that became free. No slot does: below a block that is not in
-            memory, none is.
+        Returns the other locations that became free. No slot does: below a block that is not in
+        memory, none is.
         """
         dropped = set(locations)
         freed: list[int] = []
@@ -209,7 +172,7 @@ class Index:
         return [location for location in freed if location not in dropped]
 
     def remove(self, namespace: bytes, keys: bytes, position: int) -> Freed:
-        """Forgets the block at ``position`` of ``keys``, if it is here, and all below it.
+        """Forget the block at ``position`` of ``keys``, if it is here, and all below it.
 
         Pins of these blocks end. Slots of leased ones are returned by the end of the last lease.
         """
@@ -219,14 +182,11 @@ class Index:
         return freed
 
     def evict(self, slot_count: int, now: float, within: Set[bytes] | None = None) -> Freed:
-        """Takes up to ``slot_count`` slots from the least valuable blocks of ``within``, or of all.
+        """Take up to ``slot_count`` slots from the least valuable blocks of ``within``, or of all.
 
-        Chains lose their last blocks first, and no block that is leased or pinned. Of blocks worth
-        the same, the least recently used goes first. A block that is not on SSD is forgotten with
-        all below it. One pass over all nodes in memory serves the whole batch.
-
-        Returns:
-            The slots in the order of eviction, and the locations of forgotten blocks.
+        Chains lose their last blocks first, and no block that is leased or pinned. A block that is
+        not on SSD is forgotten with all below it. One pass over all nodes in memory serves the
+        whole batch. Returns slots in the order of eviction, and the locations of forgotten blocks.
         """
         freed = Freed([], [])
         for value, tree, node in self.order(within, now):
@@ -239,11 +199,9 @@ class Index:
         return freed
 
     def reclaim(self, groups: Sequence[Collection[int]]) -> Freed | None:
-        """Evicts all slots of the least recently used group, and all in memory below them.
+        """Evict all slots of the least recently used group, and all in memory below them.
 
-        Returns:
-            What became free, as :meth:`evict` does; None if every group has a slot that is leased,
-            pinned or none of the index's.
+        None if every group has a slot that is leased, pinned or none of the index's.
         """
         slots = group_to_reclaim(self.trees(), groups)
         if slots is None:
@@ -256,26 +214,14 @@ class Index:
         return freed
 
     def pin(self, namespace: bytes, keys: bytes, blocks: int) -> bool:
-        """Keeps the first ``blocks`` blocks in memory until they are unpinned or removed.
-
-        Returns:
-            False, and pins nothing, if not all of them are in memory.
-
-        Raises:
-            ValueError: ``blocks`` is not positive.
-        """
+        """Keep the first ``blocks`` blocks until :meth:`unpin`; False: not all are in memory."""
         return self._namespaces[namespace].pins.pin(keys, blocks)
 
     def unpin(self, namespace: bytes, keys: bytes, blocks: int) -> None:
-        """Undoes :meth:`pin` of the same blocks, if they are pinned.
-
-        Raises:
-            ValueError: ``blocks`` is not positive.
-        """
         self._namespaces[namespace].pins.unpin(keys, blocks)
 
     def flush(self, namespace: bytes) -> Freed:
-        """Forgets every block of the namespace that is neither leased nor pinned."""
+        """Forget every block of the namespace that is neither leased nor pinned."""
         tree = self._namespaces[namespace].tree
         freed = Freed([], [])
         for node in list(tree.nodes()):
@@ -298,10 +244,6 @@ class Index:
             evictions=known.evictions,
         )
 
-    def check(self) -> None:
-        """Raises ``AssertionError`` if an invariant is broken; for tests, since it visits all."""
-        _check(list(self._namespaces.values()), list(self.leases.lasts()))
-
     def order(
         self, within: Set[bytes] | None, now: float
     ) -> Iterator[tuple[float, RadixTree, RadixNode]]:
@@ -309,7 +251,6 @@ class Index:
         return eviction_order(self.trees(within), self._policy, now, self._refetch)
 
     def trees(self, within: Set[bytes] | None = None) -> list[RadixTree]:
-        """The trees of these namespaces, or of all."""
         chosen = self._namespaces if within is None else within
         return [self._namespaces[namespace].tree for namespace in chosen]
 
@@ -334,21 +275,3 @@ def _drop(tree: RadixTree, node: RadixNode, dropped: set[int]) -> list[int]:
             node.locations[at] = NOWHERE
             del tree.by_location[location]
     return []
-
-
-def _check(namespaces: Sequence[_Namespace], lasts: list[RadixNode]) -> None:
-    """``lasts`` are the last nodes of leased paths."""
-    for known in namespaces:
-        lasts.extend(known.pins.lasts())
-    locks = Counter(node for last in lasts for node in last.path())
-    # Nodes that only a lease still refers to count too.
-    nodes = set(locks)
-    for known in namespaces:
-        known.tree.check()
-        nodes.update(known.tree.nodes())
-        assert not any(last.detached for last in known.pins.lasts())
-    assert all(node.locks == locks[node] for node in nodes)
-    slots = [slot for node in nodes for slot in node.slots]
-    assert len(slots) == len(set(slots))
-    located = [at for known in namespaces for at in known.tree.by_location]
-    assert len(located) == len(set(located))

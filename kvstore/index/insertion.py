@@ -17,13 +17,7 @@ from loomserve.kvstore.index.radix import (
 
 
 class InitialUse(NamedTuple):
-    """Statistics that new blocks start with.
-
-    Attributes:
-        last_used: Seconds on the caller's clock.
-        floor: Value of what the index last evicted.
-        recompute_s: Predicted seconds to compute one of the blocks again.
-    """
+    """Statistics that new blocks start with; ``floor`` is that of what was evicted last."""
 
     last_used: float
     floor: float
@@ -33,15 +27,6 @@ class InitialUse(NamedTuple):
 def insert_in_memory(
     tree: RadixTree, keys: bytes, first: int, slots: Sequence[int], use: InitialUse
 ) -> list[int]:
-    """Blocks ``[first, first + len(slots))`` of ``keys`` are in these slots now.
-
-    Returns:
-        The slots that are not needed: of blocks that are in memory already, or all of them if
-        the block before ``first`` is not.
-
-    Raises:
-        ValueError: ``keys`` is too short.
-    """
     path = tree.walk(first_keys(keys, first + len(slots)))
     in_memory = blocks_in_memory(path)
     if first > in_memory:
@@ -63,17 +48,6 @@ def insert_in_memory(
 def insert_on_ssd(
     tree: RadixTree, keys: bytes, first: int, locations: Sequence[int], use: InitialUse
 ) -> list[int]:
-    """Blocks ``[first, first + len(locations))`` of ``keys`` are at these locations on SSD.
-
-    ``use`` is for the blocks that are not in memory either.
-
-    Returns:
-        The locations that are not needed: of blocks that are on SSD already, or all of them if
-        the block before ``first`` is not resident.
-
-    Raises:
-        ValueError: ``keys`` is too short.
-    """
     path = tree.walk(first_keys(keys, first + len(locations)))
     if first > sum(map(len, path)):
         return list(locations)

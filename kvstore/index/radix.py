@@ -1,6 +1,6 @@
 """A radix tree over sequences of block keys, whose nodes are runs of consecutive blocks.
 
-Invariants of every tree, which :meth:`RadixTree.check` verifies:
+Invariants of every tree:
 
 * Blocks in memory are closed under prefixes: the first ``len(node.slots)`` blocks of a node have a
   slot, and if one of its blocks has none, no block below the node has one.
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from loomserve.kvstore.index.journal import Journal, Run
+from loomserve.kvstore.index.journal import Change, Journal, Run, Tier
 
 KEY_BYTES = 16
 NOWHERE = -1
@@ -46,17 +46,10 @@ def _integers() -> array[int]:
 class RadixNode:
     """A run of consecutive blocks that share their statistics.
 
-    Attributes:
-        keys: The blocks' keys, ``KEY_BYTES`` each.
-        slots: Slots of the first blocks, possibly of none or of all.
-        locations: One location on SSD a block, ``NOWHERE`` for a block that is not there.
-        children: Runs that follow, by their first key.
-        locks: Leases and pins whose path contains this node.
-        uses: Lookups that found these blocks.
-        last_used: Seconds on the caller's clock.
-        floor: Value of what the index had evicted last at that time.
-        recompute_s: Predicted seconds to compute one of these blocks again.
-        detached: Whether it was cut from the tree, so that only locks keep its slots.
+    Its first blocks have ``slots``, possibly none or all; each has one of ``locations``, which is
+    ``NOWHERE`` if it is not on SSD. ``children`` follow, by their first keys. ``locks`` are leases
+    and pins whose path has this node. ``floor`` is what the index had evicted last at
+    ``last_used``. A ``detached`` node was cut from the tree, so that only locks keep its slots.
     """
 
     keys: bytes = b""
@@ -75,7 +68,6 @@ class RadixNode:
         return len(self.locations)
 
     def touch(self, now: float, floor: float) -> None:
-        """Record a use of the blocks."""
         self.last_used = now
         self.floor = floor
 
@@ -102,11 +94,8 @@ class RadixNode:
 class RadixTree:
     """Blocks of one namespace.
 
-    Attributes:
-        block_bytes: Bytes of a block.
-        in_memory: Number of blocks that have a slot.
-        by_location: Node of every block on SSD.
-        journal: Is told of blocks that come, move and go; None: nobody wants to know.
+    ``in_memory`` counts blocks that have a slot, ``by_location`` has the node of every block on
+    SSD, and ``journal`` gets blocks that come, move and go.
     """
 
     def __init__(self, namespace: bytes, block_bytes: int, journal: Journal | None = None) -> None:
@@ -118,12 +107,10 @@ class RadixTree:
         self.by_location: dict[int, RadixNode] = {}
 
     def nodes(self) -> Iterator[RadixNode]:
-        """All nodes but the root, parents first."""
         for child in self.root.children.values():
             yield from child.subtree()
 
     def contents(self) -> list[Run]:
-        """All blocks, ancestors first."""
         runs: list[Run] = []
         stack = list(self.root.children.values())
         # As little as can be for each node: nobody is served meanwhile.
@@ -152,7 +139,7 @@ class RadixTree:
         return path if blocks_in_memory(path) == blocks else None
 
     def split(self, node: RadixNode, blocks: int) -> RadixNode:
-        """Moves the first ``blocks`` blocks, some but not all, to a new parent, and returns it."""
+        """Move the first ``blocks`` blocks, some but not all, to a new parent, and return it."""
         head = replace(
             node,
             keys=node.keys[: blocks * KEY_BYTES],
@@ -168,7 +155,7 @@ class RadixTree:
         return head
 
     def join(self, node: RadixNode) -> None:
-        """Joins ``node`` with its child, if they differ in nothing and no path ends at ``node``."""
+        """Join ``node`` with its child, if they differ in nothing and no path ends at ``node``."""
         if node.detached or len(node.children) != 1:
             return
         (child,) = node.children.values()
@@ -186,10 +173,9 @@ class RadixTree:
         self._locate(child, node.locations)
 
     def grow(self, node: RadixNode, run: RadixNode) -> None:
-        """Adds ``run``, which is in no tree yet, after ``node``, a node or the root.
+        """Add ``run``, which is in no tree yet, after ``node``, a node or the root.
 
-        No child of ``node`` starts with the same key. If ``run`` has slots, ``node`` is in memory
-        as a whole.
+        No child of ``node`` starts with the same key. If ``run`` has slots, ``node`` is in memory.
         """
         self.in_memory += len(run.slots)
         self._note_there(run.keys, in_memory=bool(run.slots))
@@ -207,14 +193,14 @@ class RadixTree:
         self._locate(run, run.locations)
 
     def fill(self, node: RadixNode, slots: Sequence[int]) -> None:
-        """Assigns these slots to the first blocks of ``node`` that are only on SSD."""
+        """Assign these slots to the first blocks of ``node`` that are only on SSD."""
         filled = len(node.slots) * KEY_BYTES
         self._note_there(node.keys[filled : filled + len(slots) * KEY_BYTES], in_memory=True)
         node.slots.extend(slots)
         self.in_memory += len(slots)
 
     def cut(self, node: RadixNode, at: int) -> Freed:
-        """Removes the blocks of ``node`` from its ``at``-th on, and all below, from the tree.
+        """Remove the blocks of ``node`` from its ``at``-th on, and all below, from the tree.
 
         Locations are free at once. Slots of locked nodes are free when :meth:`unlock` returns them.
         """
@@ -226,7 +212,7 @@ class RadixTree:
         for gone in node.subtree():
             gone.detached = True
             if self.journal is not None:
-                self.journal.gone(self.namespace, gone.keys)
+                self.journal.append(Change(self.namespace, Tier.GONE, gone.keys))
             self.in_memory -= len(gone.slots)
             freed.locations.extend(where for where in gone.locations if where != NOWHERE)
             if not gone.locks:
@@ -236,11 +222,7 @@ class RadixTree:
         return freed
 
     def cut_from(self, keys: bytes, position: int) -> Freed:
-        """Cuts the block at ``position`` of ``keys``, if it is in the tree, and all below it.
-
-        Raises:
-            ValueError: ``keys`` is too short.
-        """
+        """Cut the block at ``position`` of ``keys``, if it is in the tree, and all below it."""
         path = self.walk(first_keys(keys, position))
         above = path[-1] if path else self.root
         key = first_keys(keys, position + 1)[-KEY_BYTES:]
@@ -249,7 +231,7 @@ class RadixTree:
         return self.cut(above.children[key], 0)
 
     def evict(self, node: RadixNode, blocks: int) -> Freed:
-        """Takes the last ``blocks`` slots from ``node``, the last slot first.
+        """Take the last ``blocks`` slots from ``node``, the last slot first.
 
         ``node`` is not locked, and no block below it is in memory. Of these blocks, the first one
         that is not on SSD leaves the tree with all that follow it.
@@ -267,12 +249,12 @@ class RadixTree:
         return freed
 
     def lock(self, node: RadixNode) -> None:
-        """Keeps the slots of the path to ``node``, which is in memory, until :meth:`unlock`."""
+        """Keep the slots of the path to ``node``, which is in memory, until :meth:`unlock`."""
         for locked in node.path():
             locked.locks += 1
 
     def unlock(self, node: RadixNode) -> list[int]:
-        """Ends a lock; returns slots of nodes that were cut meanwhile and have no other lock."""
+        """End a lock; returns slots of nodes that were cut meanwhile and have no other lock."""
         freed: list[int] = []
         for locked in node.path():
             locked.locks -= 1
@@ -281,28 +263,10 @@ class RadixTree:
         self.join(node)
         return freed
 
-    def check(self) -> None:
-        """Raises ``AssertionError`` if an invariant is broken; visits all nodes."""
-        located: dict[int, RadixNode] = {}
-        for node in self.nodes():
-            assert len(node.keys) == len(node) * KEY_BYTES > 0
-            assert not node.detached
-            assert node.parent is not None
-            assert node.parent.children[node.keys[:KEY_BYTES]] is node
-            assert len(node.slots) <= len(node)
-            assert NOWHERE not in node.locations[len(node.slots) :]
-            in_memory = len(node.slots) == len(node)
-            assert in_memory or not any(child.slots for child in node.children.values())
-            assert in_memory or not node.locks
-            on_ssd = [location for location in node.locations if location != NOWHERE]
-            assert located.keys().isdisjoint(on_ssd)
-            located.update(dict.fromkeys(on_ssd, node))
-        assert located == self.by_location
-        assert self.in_memory == sum(len(node.slots) for node in self.nodes())
-
     def _note_there(self, keys: bytes, *, in_memory: bool) -> None:
         if self.journal is not None and keys:
-            self.journal.there(self.namespace, keys, in_memory=in_memory)
+            tier = Tier.MEMORY if in_memory else Tier.SSD
+            self.journal.append(Change(self.namespace, tier, keys))
 
     def _link(self, node: RadixNode, parent: RadixNode | None) -> None:
         assert parent is not None
@@ -324,11 +288,7 @@ def key_at(keys: bytes, position: int) -> bytes:
 
 
 def first_keys(keys: bytes, blocks: int) -> bytes:
-    """The keys of the first ``blocks`` blocks of a chain.
-
-    Raises:
-        ValueError: the chain is shorter.
-    """
+    """The keys of the first ``blocks`` blocks of a chain; ``ValueError`` if it is shorter."""
     if len(keys) < blocks * KEY_BYTES:
         raise ValueError(f"{len(keys)} bytes of keys for {blocks} blocks of {KEY_BYTES}")
     return keys[: blocks * KEY_BYTES]

@@ -25,7 +25,6 @@ class ChainRun(NamedTuple):
 
 
 def header_at(namespace: bytes, keys: bytes, position: int) -> BlockHeader:
-    """Header of the block at ``position`` of the chain ``keys``."""
     parent = key_at(keys, position - 1) if position else _NO_PARENT
     return BlockHeader(namespace, key_at(keys, position), parent, position)
 

@@ -33,7 +33,6 @@ class LinkRate:
         return self.setup_s + size / self.bytes_per_s
 
     def learn(self, size: int, took_s: float) -> None:
-        """Take a fetch of so many bytes in."""
         # The first ones count more, for what they replace is a guess.
         share = max(_SMOOTHING, 1 / (self.fetches + 1))
         self.fetches += 1
@@ -47,7 +46,7 @@ class LinkRate:
 
 
 class Offer(NamedTuple):
-    """Blocks that a node has of a chain beyond those that are here, and when they could be here.
+    """Blocks that a node has of a chain beyond those here, and when they could be here.
 
     ``in_memory`` of them need not be read from its SSD first.
     """

@@ -6,13 +6,14 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from loomserve.kvstore.index.journal import Change, Run, as_changes
 from loomserve.kvstore.index.radix import KEY_BYTES
-from loomserve.kvstore.peers.messages import AnnouncedSpace, Announcement, Contents
+from loomserve.kvstore.peers.messages import Announcement
+from loomserve.kvstore.storage.checksum import Space
 
 BATCH_S = 0.01
 _KEPT_BYTES = 2**24
@@ -26,7 +27,7 @@ class Announcer:
     """Numbers what changes, and keeps the last messages for all that follow.
 
     The store's thread calls ``note``, ``tick`` and ``provide``; each connection's thread waits in
-    ``frames_after`` (:class:`EventFeed`).
+    ``frames_after``.
     """
 
     def __init__(self, node: str) -> None:
@@ -39,28 +40,23 @@ class Announcer:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._contents: tuple[int, bytes] | None = None
-        self._contents_wanted = False
-        # What they are to be made of, by the first thread that wants them.
-        self._runs: tuple[int, list[Run], list[AnnouncedSpace]] | None = None
-        self._changes: list[Change] = []
-        self._spaces: list[AnnouncedSpace] = []
-        self._announced_at = 0.0
-        self._encode = msgspec.msgpack.Encoder().encode
-
-    @property
-    def contents_wanted(self) -> bool:
+        self.contents_wanted = False
         """Whether someone waits for all contents."""
-        return self._contents_wanted
+        # What they are to be made of, by the first thread that wants them.
+        self._runs: tuple[int, list[Run], dict[bytes, Space]] | None = None
+        self._changes: list[Change] = []
+        self._spaces: dict[bytes, Space] = {}
+        self._announced_at = 0.0
 
     @property
     def waiting(self) -> bool:
         """Whether changes wait to be announced, or someone for all contents."""
-        return bool(self._changes or self._spaces or self._contents_wanted)
+        return bool(self._changes or self._spaces or self.contents_wanted)
 
-    def note(self, changes: list[Change], spaces: Iterable[AnnouncedSpace] = ()) -> None:
-        """Take changes that are to be announced."""
+    def note(self, changes: list[Change], spaces: Mapping[bytes, Space] | None = None) -> None:
+        """Take changes and new namespaces that are to be announced."""
         self._changes += changes
-        self._spaces += spaces
+        self._spaces.update(spaces or {})
 
     def tick(self, now: float) -> None:
         """Announce what waits, as one message, unless the last one was just now."""
@@ -68,16 +64,19 @@ class Announcer:
             self._announced_at = now
             self._announce()
 
-    def provide(self, runs: list[Run], spaces: Iterable[AnnouncedSpace]) -> None:
+    def provide(self, runs: list[Run], spaces: Iterable[tuple[bytes, Space]]) -> None:
         """Tell those that wait for it what there is; all that was noted is a part of it."""
         self._announce()
         with self._condition:
-            self._runs = self._seq, runs, list(spaces)
-            self._contents_wanted = False
+            self._runs = self._seq, runs, dict(spaces)
+            self.contents_wanted = False
             self._condition.notify_all()
 
     def frames_after(self, epoch: int, seq: int, wait_s: float) -> tuple[list[bytes], int, int]:
-        """See :class:`EventFeed`."""
+        """Encoded messages that follow those heard, with the epoch and number of the last.
+
+        None come if nothing happened within ``wait_s`` seconds.
+        """
         until = time.monotonic() + wait_s
         while True:
             self._encode_contents()
@@ -99,7 +98,7 @@ class Announcer:
         if self._contents is not None and self._goes_on_from(self._contents[0]):
             at, frame = self._contents
             return [frame], at
-        self._contents_wanted = True
+        self.contents_wanted = True
         return [], seq
 
     def _encode_contents(self) -> None:
@@ -115,9 +114,7 @@ class Announcer:
                     self._runs = None
                 self._condition.notify_all()
 
-    def _encoded(
-        self, seq: int, runs: list[Run], spaces: list[AnnouncedSpace]
-    ) -> tuple[int, bytes]:
+    def _encoded(self, seq: int, runs: list[Run], spaces: dict[bytes, Space]) -> tuple[int, bytes]:
         """All contents, up to a bound, as a message."""
         changes: list[Change] = []
         room = _MOST_CONTENTS_BYTES
@@ -127,8 +124,8 @@ class Announcer:
                 break
             changes.append(change)
             room -= len(change.keys)
-        encoder = msgspec.msgpack.Encoder()
-        return seq, encoder.encode(Contents(self.node, self.epoch, seq, changes, spaces))
+        contents = Announcement(self.node, self.epoch, seq, changes, spaces, whole=True)
+        return seq, msgspec.msgpack.encode(contents)
 
     def _goes_on_from(self, seq: int) -> bool:
         """Whether all messages after this one are kept."""
@@ -138,9 +135,9 @@ class Announcer:
         if not (self._changes or self._spaces):
             return
         changes, self._changes = self._changes, []
-        spaces, self._spaces = self._spaces, []
+        spaces, self._spaces = self._spaces, {}
         message = Announcement(self.node, self.epoch, self._seq + 1, changes, spaces)
-        frame = self._encode(message)
+        frame = msgspec.msgpack.encode(message)
         with self._condition:
             self._seq += 1
             self._kept.append((self._seq, frame))

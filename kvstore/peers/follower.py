@@ -4,40 +4,46 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from loomserve.kvstore.peers.members import Member
-from loomserve.kvstore.peers.messages import AnnouncedSpace, Contents, Message, well_formed
-from loomserve.kvstore.peers.shared_directory import SharedDirectory
-from loomserve.kvstore.transport.protocol import EventStream, PeerGoneError, Subscribe, Transport
+from loomserve.kvstore.index.directory import Directory
+from loomserve.kvstore.index.journal import Change
+from loomserve.kvstore.index.radix import KEY_BYTES
+from loomserve.kvstore.peers.messages import Announcement, Member, well_formed
+from loomserve.kvstore.storage.checksum import Space
+from loomserve.kvstore.transport.protocol import PeerGoneError, Subscribe, decoded
+from loomserve.kvstore.transport.tcp import EventStream, TcpTransport
 
 _logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
 _LONGEST_RETRY_S = 2.0
+_KEYS_AT_ONCE = 1000
+"""Taken in while the store waits: a fraction of a millisecond."""
 
 
 class Follower:
     """Keeps the directory's entries of a peer as it announces them.
 
-    Where a message was missed, the peer's contents are asked for; where it cannot be reached, its
-    entries are dropped.
+    Where a message was missed, all contents are asked for; entries of a peer that cannot be reached
+    are dropped.
     """
 
     def __init__(
         self,
         member: Member,
-        transport: Transport,
-        directory: SharedDirectory,
-        on_spaces: Callable[[Sequence[AnnouncedSpace]], None],
+        transport: TcpTransport,
+        directory: Directory,
+        on_spaces: Callable[[Mapping[bytes, Space]], None],
     ) -> None:
         self.member = member
         self._transport = transport
         self._directory = directory
         self._on_spaces = on_spaces
-        self._decoder = msgspec.msgpack.Decoder(Message)
+        self._decoder = msgspec.msgpack.Decoder(Announcement)
         self._lock = threading.Lock()
         self._stream: EventStream | None = None
         self._stopping = threading.Event()
@@ -96,16 +102,32 @@ class Follower:
 
     def _take(self, frame: bytes) -> bool:
         """Take a message in; False if it does not follow the last."""
-        try:
-            message: Message = self._decoder.decode(frame)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise PeerGoneError(f"not a message: {error}") from error
+        message = decoded(self._decoder, frame, "a message")
         if message.node != self.member.node or not well_formed(message):
             self._stopping.wait(_LONGEST_RETRY_S)
             raise PeerGoneError(f"not a message of node {self.member.node}")
         self._on_spaces(message.spaces)
-        said = message.node, message.epoch, message.seq, message.changes
-        if isinstance(message, Contents):
-            self._directory.take_contents(*said)
+        if message.whole:
+            take_contents(self._directory, message)
             return True
-        return self._directory.apply(*said)
+        return self._directory.apply(message.node, message.epoch, message.seq, message.changes)
+
+
+def take_contents(directory: Directory, message: Announcement) -> None:
+    """Take all that a node has, which replaces what was known of it."""
+    directory.begin(message.node, message.epoch, message.seq)
+    for some in _parts(message.changes):
+        directory.add(message.node, some)
+        time.sleep(0)  # else this thread keeps the interpreter from the store's
+
+
+def _parts(changes: Sequence[Change]) -> Iterator[list[Change]]:
+    part: list[Change] = []
+    keys = 0
+    for change in changes:
+        part.append(change)
+        keys += len(change.keys) // KEY_BYTES
+        if keys >= _KEYS_AT_ONCE:
+            yield part
+            part, keys = [], 0
+    yield part

@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from loomserve.kvstore.index.directory import Directory
 from loomserve.kvstore.index.index import Index
-from loomserve.kvstore.index.journal import ChangeList
+from loomserve.kvstore.index.journal import Journal
 from loomserve.kvstore.index.sources import LinkRate
 from loomserve.kvstore.peers.announcer import Announcer
 from loomserve.kvstore.peers.follower import Follower
-from loomserve.kvstore.peers.members import Member
-from loomserve.kvstore.peers.messages import AnnouncedSpace
-from loomserve.kvstore.peers.shared_directory import SharedDirectory
+from loomserve.kvstore.peers.messages import Member
+from loomserve.kvstore.storage.checksum import Space
 from loomserve.kvstore.transport.protocol import (
     Arrived,
     FetchRequest,
@@ -22,9 +22,9 @@ from loomserve.kvstore.transport.protocol import (
     PeerAddress,
     PeerGoneError,
     PeerRefusedError,
-    Spoiled,
-    Transport,
 )
+from loomserve.kvstore.transport.tcp import TcpTransport
+from loomserve.kvstore.wire import Corrupt
 
 _MOST_SPACES = 1024
 _SHUNNED_S = 2.0
@@ -34,16 +34,15 @@ _SHUNNED_S = 2.0
 class PeerNetwork:
     """Members, their blocks as they announce them, and the rate of each link.
 
-    ``journal`` is told of this node's own changes. The store's thread asks and ticks; membership
-    and fetches may come from any thread.
+    ``journal`` gets this node's own changes, and ``most_blocks`` bounds the directory. The
+    store's thread asks and ticks; membership and fetches may come from any thread.
     """
 
-    def __init__(self, node: str, transport: Transport, most_blocks: int) -> None:
-        """``most_blocks`` bounds the directory."""
+    def __init__(self, node: str, transport: TcpTransport, most_blocks: int) -> None:
         self.node = node
-        self.journal = ChangeList()
+        self.journal: Journal = []
         self.announcer = Announcer(node)
-        self.directory = SharedDirectory(most_blocks)
+        self.directory = Directory(most_blocks)
         self.failures: Counter[str] = Counter()
         """Fetches that brought nothing, by reason."""
         self._transport = transport
@@ -51,17 +50,13 @@ class PeerNetwork:
         self._lock = threading.Lock()
         self._followers: dict[str, Follower] = {}
         self._links: dict[str, LinkRate] = {}
-        self._spaces: dict[bytes, AnnouncedSpace] = {}
+        self._spaces: dict[bytes, Space] = {}
         # Until when, by node.
         self._shunned: dict[str, float] = {}
 
     def serve(self, host: str, open_source: OpenSource) -> None:
-        """Let peers fetch, and hear what this node announces.
-
-        Raises:
-            StartError: this node has no such address.
-        """
-        self._address = self._transport.serve(host, open_source, self.announcer)
+        """Let peers fetch, and hear what this node announces; raises as the transport."""
+        self._address = self._transport.serve(host, open_source, self.announcer.frames_after)
 
     @property
     def member(self) -> Member:
@@ -102,7 +97,7 @@ class PeerNetwork:
         """What fetches from a node take."""
         return self._links.get(node) or LinkRate()
 
-    def space(self, namespace: bytes) -> AnnouncedSpace | None:
+    def space(self, namespace: bytes) -> Space | None:
         """A namespace as a peer announced it."""
         return self._spaces.get(namespace)
 
@@ -148,16 +143,17 @@ class PeerNetwork:
         with self._lock:
             follower = self._followers.get(node)
         if follower is not None:
-            self._transport.spoiled(follower.member.address, Spoiled(namespace, keys))
+            self._transport.spoiled(follower.member.address, Corrupt(namespace, keys))
 
     @property
     def busy(self) -> bool:
         """Whether :meth:`tick` has something to do."""
         return bool(self.journal) or self.announcer.waiting
 
-    def tick(self, now: float, index: Index, spaces: Iterable[AnnouncedSpace]) -> None:
+    def tick(self, now: float, index: Index, spaces: Iterable[tuple[bytes, Space]]) -> None:
         """Announce what changed in the index. ``spaces`` are all that are known."""
-        self.announcer.note(self.journal.take())
+        self.announcer.note(self.journal)
+        self.journal.clear()
         if self.announcer.contents_wanted:
             self.announcer.provide(index.contents(), spaces)
         self.announcer.tick(now)
@@ -167,7 +163,7 @@ class PeerNetwork:
         self.set_members(())
         self._transport.close()
 
-    def _learn_spaces(self, spaces: Sequence[AnnouncedSpace]) -> None:
-        for space in spaces:
+    def _learn_spaces(self, spaces: Mapping[bytes, Space]) -> None:
+        for namespace, space in spaces.items():
             if len(self._spaces) < _MOST_SPACES:
-                self._spaces.setdefault(space.namespace, space)
+                self._spaces.setdefault(namespace, space)

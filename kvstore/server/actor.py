@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loomserve.kvstore.peers.members import Member
+from loomserve.kvstore.peers.messages import Member
 from loomserve.kvstore.peers.network import PeerNetwork
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
 from loomserve.kvstore.server.opening import start_server
@@ -19,7 +19,7 @@ from loomserve.kvstore.server.protocol import Request
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.base.descriptors import raise_limit
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.base.generation import LatestGeneration
+from loomserve.platform.base.sqlite import LatestGeneration
 
 ACTOR_NAME = "loomserve-kvstore"
 _WATCH_S = 1.0
@@ -29,10 +29,7 @@ _RETRY_S = 5.0
 
 
 class StoreActor:
-    """Actor that runs the store's server.
-
-    It leaves its process when the server ends or cannot start, so that Ray restarts it.
-    """
+    """Runs the store's server, and leaves its process with it, so that Ray restarts it."""
 
     def __init__(self, options: dict[str, Any], token: str = "") -> None:
         """``token`` is what the stores of the run know, where there are several."""
@@ -90,13 +87,7 @@ class NodeStoreActor(StoreActor):
     """The store of one of several nodes, which makes its options there."""
 
     def __init__(self, plan: dict[str, Any], node: str, host: str, token: str) -> None:
-        """
-        Args:
-            plan: what the configuration says of stores.
-            node: the node's name.
-            host: address at which it is reached by the others.
-            token: what the stores of the run know.
-        """
+        """``node`` and ``host`` are the node's name and its address for the others."""
         options = StorePlan.model_validate(plan).here(node, host)
         super().__init__(options.model_dump(mode="json"), token)
         self._node = node
@@ -111,11 +102,7 @@ class NodeStoreActor(StoreActor):
 
 
 def _make_private(folder: Path) -> None:
-    """Create the folder, or check that only this user can enter: blocks are users' prompts.
-
-    Raises:
-        StartError: others can enter it.
-    """
+    """Create the folder, or check that only this user can enter: blocks are users' prompts."""
     for one in (folder.parent, folder):
         one.mkdir(mode=0o700, exist_ok=True)
         status = one.lstat()

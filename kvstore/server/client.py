@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TypeVar
 
@@ -11,12 +12,16 @@ import zmq
 from loomserve.kvstore.server.protocol import (
     Abandon,
     Found,
-    Refused,
     Release,
     Reply,
     Request,
     Reserved,
+    encoder,
+    reply_decoder,
 )
+from loomserve.kvstore.wire import Refused
+
+_logger = logging.getLogger(__name__)
 
 # A store that does not answer within this time counts as away: a step must not wait for it.
 _TIMEOUT_MS = 250
@@ -40,8 +45,8 @@ class StoreClient:
     def __init__(self, address: str, timeout_ms: int = _TIMEOUT_MS) -> None:
         self._address = address
         self._timeout_ms = timeout_ms
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Reply)
+        self._encoder = encoder()
+        self._decoder = reply_decoder()
         self._socket: zmq.Socket[bytes] | None = None
         # A socket whose answer is late. Leases and slots in that answer are given back.
         self._unanswered: zmq.Socket[bytes] | None = None
@@ -51,8 +56,8 @@ class StoreClient:
         """Send a request and return its answer.
 
         Raises:
-            StoreAwayError: no answer came in time, after which calls raise at once for a second,
-                or until that answer has come; or it is not of the ``expected`` type.
+            StoreAwayError: no answer came in time, after which calls raise at once for a second, or
+                until that answer has come; or it is not of the ``expected`` type.
             StoreRefusedError: the store refused.
         """
         if time.monotonic() < self._retry_at and not self._has_answered_late():
@@ -62,7 +67,8 @@ class StoreClient:
             reply = self._exchange(request)
         except (zmq.ZMQError, msgspec.DecodeError) as error:
             # On the same socket, a late answer would be taken for that of the next request.
-            self._close(self._unanswered)
+            if self._unanswered is not None:
+                self._unanswered.close()
             self._unanswered, self._socket = self._socket, None
             self._retry_at = time.monotonic() + _RETRY_S
             raise StoreAwayError(f"the KV store at {self._address} does not answer") from error
@@ -71,6 +77,14 @@ class StoreClient:
         if not isinstance(reply, expected):
             raise StoreAwayError(f"the KV store answered {type(reply).__name__}")
         return reply
+
+    def tell(self, request: Request) -> None:
+        """Send a request whose answer does not matter; a store that is away is passed over."""
+        try:
+            self.ask(request, object)
+        except StoreAwayError as error:
+            # Leases and writers end by themselves, and blocks that nobody wants are evicted.
+            _logger.debug("%s", error)
 
     def _connected(self) -> zmq.Socket[bytes]:
         if self._socket is None:
@@ -106,11 +120,7 @@ class StoreClient:
             self._exchange(Release([reply.lease]))
 
     def close(self) -> None:
-        self._close(self._socket)
-        self._close(self._unanswered)
+        for socket in (self._socket, self._unanswered):
+            if socket is not None:
+                socket.close()
         self._socket = self._unanswered = None
-
-    @staticmethod
-    def _close(socket: zmq.Socket[bytes] | None) -> None:
-        if socket is not None:
-            socket.close()

@@ -38,9 +38,7 @@ def start_server(options: StoreOptions, token: str = "") -> tuple[StoreServer, P
     server.start()
     if network is not None:
         try:
-            network.serve(
-                options.host, lambda: PeerSource(options.address, store.arena, store.slot_bytes)
-            )
+            network.serve(options.host, lambda: PeerSource(options.address, store))
         except StartError:
             server.stop()
             raise
@@ -48,11 +46,7 @@ def start_server(options: StoreOptions, token: str = "") -> tuple[StoreServer, P
 
 
 def open_store(options: StoreOptions, network: PeerNetwork | None = None) -> BlockStore:
-    """Open the store with all blocks that an earlier one left.
-
-    Args:
-        options: its places and sizes.
-        network: the stores of other nodes; None: there is no other.
+    """Open the store with all blocks that an earlier one left. ``network``: other nodes' stores.
 
     Raises:
         StartError: there is no room, or the folder holds other files.
@@ -66,14 +60,8 @@ def open_store(options: StoreOptions, network: PeerNetwork | None = None) -> Blo
         network.journal if network else None,
         network.refetch_s if network else None,
     )
-    store = BlockStore(
-        _arena(options, extent_bytes),
-        index,
-        ssd,
-        options.spaces,
-        options.quotas,
-        network,
-    )
+    arena = _arena(options, extent_bytes)
+    store = BlockStore(arena, index, ssd, options.spaces, options.quotas, network)
     store.recover(time.monotonic())
     return store
 

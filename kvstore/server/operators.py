@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from loomserve.kvstore.index.hottest import hottest_chains
-from loomserve.kvstore.index.index import Index
+from collections import Counter, defaultdict
+
 from loomserve.kvstore.index.radix import KEY_BYTES
-from loomserve.kvstore.server.protocol import (
-    Done,
-    Flush,
-    HotChain,
-    HotChains,
-    Hottest,
-    ModelUsage,
-    Pin,
-    Refused,
-    Reply,
-)
-from loomserve.kvstore.server.spaces import Spaces
-from loomserve.kvstore.storage.arena import ArenaOwner
+from loomserve.kvstore.index.selection import hottest_chains
+from loomserve.kvstore.server.memory_tier import MemoryTier
+from loomserve.kvstore.server.protocol import Done, Flush, HotChain, HotChains, Hottest, Pin, Reply
+from loomserve.kvstore.wire import Refused
+from loomserve.platform.state.kvstore import KvModelState
 
 _MOST_PINS = 4096
 
@@ -25,67 +17,63 @@ _MOST_PINS = 4096
 class OperatorCalls:
     """Pinned chains, and the figures of each model."""
 
-    def __init__(self, index: Index, spaces: Spaces, arena: ArenaOwner) -> None:
-        self._index = index
-        self._spaces = spaces
-        self._arena = arena
+    def __init__(self, memory: MemoryTier) -> None:
+        self._memory = memory
         self._pins: dict[tuple[bytes, bytes], bytes] = {}
 
     def pin(self, request: Pin) -> Reply:
-        """Pin a chain, or let it go."""
-        if request.namespace not in self._spaces:
+        if request.namespace not in self._memory.spaces:
             return Done()
+        index = self._memory.index
         chain = (request.namespace, request.keys[-KEY_BYTES:])
         pinned = self._pins.pop(chain, b"")
         # Another chain may have pinned the same blocks.
         if pinned and pinned not in self._pins.values():
-            self._index.unpin(request.namespace, pinned, len(pinned) // KEY_BYTES)
-        blocks = self._index.match(request.namespace, request.keys).in_memory
+            index.unpin(request.namespace, pinned, len(pinned) // KEY_BYTES)
+        blocks = index.match(request.namespace, request.keys).in_memory
         if request.pinned and len(self._pins) >= _MOST_PINS:
             return Refused(f"{_MOST_PINS} chains are pinned: unpin some")
         if request.pinned and blocks:
-            self._index.pin(request.namespace, request.keys, blocks)
+            index.pin(request.namespace, request.keys, blocks)
             self._pins[chain] = request.keys[: blocks * KEY_BYTES]
         return Done(blocks)
 
     def flush(self, request: Flush) -> Reply:
-        """Forget blocks of a model, or of all."""
         blocks = 0
-        for namespace, space in self._spaces.items():
+        for namespace, space in self._memory.spaces.items():
             if request.model in ("", space.model):
-                freed = self._index.flush(namespace)
+                freed = self._memory.index.flush(namespace)
                 blocks += len(freed.slots)
-                self._arena.free(freed.slots)
+                self._memory.arena.free(freed.slots)
         return Done(blocks)
 
     def hottest(self, request: Hottest) -> Reply:
-        """Say which chains were used last."""
+        spaces = self._memory.spaces
         return HotChains(
             [
-                HotChain(namespace, keys, self._spaces[namespace].layout.block_bytes)
-                for namespace, keys in hottest_chains(self._index.trees(), request.most_bytes)
+                HotChain(namespace, keys, spaces[namespace].layout.block_bytes)
+                for namespace, keys in hottest_chains(
+                    self._memory.index.trees(), request.most_bytes
+                )
             ]
         )
 
     def leases(self) -> int:
-        """Leases that have not ended."""
-        return sum(self._index.stats(namespace).leases for namespace, _ in self._spaces.items())
+        index = self._memory.index
+        return sum(index.stats(name).leases for name, _ in self._memory.spaces.items())
 
-    def models(self) -> list[ModelUsage]:
-        """Contents and use of the store by model."""
-        models: dict[str, ModelUsage] = {}
-        for namespace, space in self._spaces.items():
-            stats = self._index.stats(namespace)
+    def models(self) -> tuple[KvModelState, ...]:
+        models: dict[str, Counter[str]] = defaultdict(Counter)
+        for namespace, space in self._memory.spaces.items():
+            stats = self._memory.index.stats(namespace)
             size = space.layout.block_bytes
-            so_far = models.get(space.model, ModelUsage(space.model, 0, 0, 0, 0, 0, 0, 0))
-            models[space.model] = ModelUsage(
-                space.model,
-                so_far.blocks_in_memory + stats.in_memory,
-                so_far.blocks_on_ssd + stats.on_ssd,
-                so_far.bytes_in_memory + stats.in_memory * size,
-                so_far.bytes_on_ssd + stats.on_ssd * size,
-                so_far.hit_blocks + stats.hits,
-                so_far.missed_blocks + stats.misses,
-                so_far.evicted_blocks + stats.evictions,
+            models[space.model].update(
+                blocks_in_memory=stats.in_memory,
+                blocks_on_ssd=stats.on_ssd,
+                bytes_in_memory=stats.in_memory * size,
+                bytes_on_ssd=stats.on_ssd * size,
+                hit_blocks=stats.hits,
+                missed_blocks=stats.misses,
+                evicted_blocks=stats.evictions,
             )
-        return [models[name] for name in sorted(models)]
+        return tuple(KvModelState(model=name, **models[name]) for name in sorted(models))

@@ -11,22 +11,27 @@ from pydantic import BaseModel, ConfigDict
 from loomserve.platform.base.paths import cache_folder
 
 
-class StoreOptions(BaseModel):
-    """Places and sizes (bytes) of a store; ``ssd_folder=None``: without SSD.
+class _StoreSizes(BaseModel):
+    """Sizes (bytes) of a store; ``ssd=0``: without SSD."""
+
+    model_config = ConfigDict(frozen=True)
+
+    memory: int
+    ssd: int = 0
+    ssd_folder: Path | None = None
+    eviction: str = "lru"
+    quotas: dict[str, int] = {}
+
+
+class StoreOptions(_StoreSizes):
+    """Places and sizes of a store; ``ssd_folder=None``: without SSD.
 
     ``node`` names it among those of other nodes, which reach it at ``host``; empty: it is the only
     one. ``directory_blocks`` bounds what it knows of the others' blocks.
     """
 
-    model_config = ConfigDict(frozen=True)
-
     folder: Path
     arena: Path
-    memory: int
-    ssd_folder: Path | None = None
-    ssd: int = 0
-    eviction: str = "lru"
-    quotas: dict[str, int] = {}
     node: str = ""
     host: str = ""
     directory_blocks: int = 2**20
@@ -61,37 +66,22 @@ class StoreOptions(BaseModel):
         }
 
 
-class StorePlan(BaseModel):
+class StorePlan(_StoreSizes):
     """What the configuration says of stores, from which each node makes its own options.
 
     ``port`` is the platform's; ``ssd_folder=None``: in the user's cache folder of the node;
-    ``ssd=0``: without SSD; ``nodes``: those that have a store, empty: all.
+    ``nodes``: those that have a store, empty: all.
     """
 
-    model_config = ConfigDict(frozen=True)
-
     port: int
-    memory: int
-    ssd: int = 0
-    ssd_folder: Path | None = None
-    eviction: str = "lru"
-    quotas: dict[str, int] = {}
     nodes: tuple[str, ...] = ()
 
     def here(self, node: str = "", host: str = "") -> StoreOptions:
         """Options of the store of the node that this process is on."""
         arena = arena_path(self.port)
-        return StoreOptions(
-            folder=arena.parent,
-            arena=arena,
-            memory=self.memory,
-            ssd_folder=(self.ssd_folder or cache_folder() / "kv") if self.ssd else None,
-            ssd=self.ssd,
-            eviction=self.eviction,
-            quotas=self.quotas,
-            node=node,
-            host=host,
-        )
+        ssd_folder = (self.ssd_folder or cache_folder() / "kv") if self.ssd else None
+        sizes = self.model_dump(exclude={"port", "nodes"}) | {"ssd_folder": ssd_folder}
+        return StoreOptions(folder=arena.parent, arena=arena, node=node, host=host, **sizes)
 
 
 def on_this_node(kv_transfer_config: dict[str, Any], node: str) -> dict[str, Any]:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
+from loomserve.kvstore.wire import Corrupt, Count, Namespace, Refused, Size
+from loomserve.platform.state.kvstore import KvState
+
 PROMPT_CHAIN = "loomserve_prompt_chain"
-"""In a request's ``kv_transfer_params``: true, to be told the chain of its prompt's full blocks.
+"""In a request's ``kv_transfer_params``: true, to get the chain of its prompt's full blocks.
 In the answer's: that chain, as ``keys`` and, by rank, ``namespaces``, in hexadecimal."""
 HANDS_OVER = "loomserve_hands_over"
 """In a request's ``kv_transfer_params``: another engine goes on after its prompt."""
@@ -23,18 +26,12 @@ HANDED_OVER = "loomserve_handed_over"
 """In that engine's: so many of its tokens have just been computed for it."""
 HANDED_OVER_BY = "loomserve_handed_over_by"
 """In the answer's, and then in that engine's: the node whose store has them."""
-NAMESPACE_BYTES = 16
 WRITE_S = 60.0
 """Seconds after which a writer counts as dead, and its slots are given to others."""
-MOST_MESSAGE_BYTES = 2**22
-"""Of a request: the keys of a context of four million tokens, in blocks of sixteen."""
 _LONGEST_LEASE_S = 3600
 
-Namespace = Annotated[bytes, Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
-Count = Annotated[int, Meta(ge=0, lt=2**32)]
 # Linux has no higher one.
 Pid = Annotated[int, Meta(ge=0, le=2**22)]
-Size = Annotated[int, Meta(ge=1, lt=2**40)]
 ModelName = Annotated[str, Meta(max_length=512)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 NodeName = Annotated[str, Meta(max_length=256)]
@@ -126,8 +123,6 @@ class Outdated(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abandon(msgspec.Struct, tag=True, frozen=True):
-    """Gives the reserved slots back unwritten."""
-
     writer: int
 
 
@@ -137,15 +132,8 @@ class Release(msgspec.Struct, tag=True, frozen=True):
     leases: list[int]
 
 
-class Corrupt(msgspec.Struct, tag=True, frozen=True):
-    """Reports that the last block of a chain failed its checksum, which the store checks again."""
-
-    namespace: Namespace
-    keys: bytes
-
-
 class Pin(msgspec.Struct, tag=True, frozen=True):
-    """Keep what of this chain's prefix is in memory now, until the same chain is unpinned.
+    """Keep the part of this chain that is in memory now, until the same chain is unpinned.
 
     The answer says how many blocks of it are in memory.
     """
@@ -189,58 +177,8 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     blocks: int = 0
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The request was not carried out, and why."""
-
-    message: str
-
-
-class ModelUsage(msgspec.Struct, frozen=True):
-    """Contents of the store for a model, and their use since the store started."""
-
-    model: str
-    blocks_in_memory: int
-    blocks_on_ssd: int
-    bytes_in_memory: int
-    bytes_on_ssd: int
-    hit_blocks: int
-    missed_blocks: int
-    evicted_blocks: int
-
-
-class LinkUsage(msgspec.Struct, frozen=True):
-    """What fetches from a node take, as measured: seconds to begin, then bytes a second."""
-
-    node: str
-    fetches: int
-    setup_s: float
-    bytes_per_s: float
-
-
-class NetworkUsage(msgspec.Struct, frozen=True):
-    """Other nodes' stores and blocks as this one knows them, and fetches since it started."""
-
-    node: str
-    peers: list[LinkUsage]
-    directory_blocks: int
-    missed_messages: int
-    fetched_blocks: int
-    fetched_bytes: int
-    failed_fetches: dict[str, int]
-
-
 class StoreUsage(msgspec.Struct, tag=True, frozen=True):
-    """Contents of the store: bytes, leases, writers, and corrupt blocks since it started."""
-
-    capacity_bytes: int
-    used_bytes: int
-    ssd_capacity_bytes: int
-    ssd_used_bytes: int
-    leases: int
-    writers: int
-    corrupt_blocks: int
-    models: list[ModelUsage]
-    network: NetworkUsage | None = None
+    state: KvState
 
 
 Request = (
@@ -268,3 +206,11 @@ def encode_slots(slots: Sequence[int] | array[int]) -> bytes:
 def decode_slots(data: bytes) -> list[int]:
     slots: list[int] = np.frombuffer(data, _SLOT).tolist()
     return slots
+
+
+def encoder() -> msgspec.msgpack.Encoder:
+    return msgspec.msgpack.Encoder(enc_hook=KvState.model_dump)
+
+
+def reply_decoder() -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(Reply, dec_hook=lambda _, state: KvState.model_validate(state))

@@ -9,8 +9,9 @@ import time
 import msgspec
 import zmq
 
-from loomserve.kvstore.server.protocol import MOST_MESSAGE_BYTES, Refused, Reply, Request
+from loomserve.kvstore.server.protocol import Reply, Request, encoder
 from loomserve.kvstore.server.store import BlockStore
+from loomserve.kvstore.wire import MOST_MESSAGE_BYTES, UNREADABLE, Refused
 
 _logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class StoreServer:
         self._socket.setsockopt(zmq.RCVHWM, _MOST_WAITING)
         self._socket.setsockopt(zmq.SNDHWM, _MOST_WAITING)
         self._socket.bind(address)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = encoder()
         self._decoder = msgspec.msgpack.Decoder(Request)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-store", daemon=True)
@@ -73,8 +74,7 @@ class StoreServer:
         reply: Reply
         try:
             request = self._decoder.decode(message)
-        # Text that is no UTF-8, and arrays in arrays without end, are not DecodeErrors.
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             return self._encoder.encode(Refused(f"not a request: {error}"))
         try:
             reply = self._store.answer(request, time.monotonic())

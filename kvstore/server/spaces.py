@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import ItemsView
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from loomserve.kvstore.index.index import Index
-from loomserve.kvstore.storage.checksum import BlockLayout, seal, unseal
+from loomserve.kvstore.storage.checksum import Space, seal, unseal
+from loomserve.platform.base.files import replace_file
 
 _logger = logging.getLogger(__name__)
 
@@ -19,14 +18,6 @@ _logger = logging.getLogger(__name__)
 _MOST_SPACES = 1024
 # An extent has its slots' headers too.
 _HEADERS_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class Space:
-    """Model of a namespace and layout of its blocks."""
-
-    model: str
-    layout: BlockLayout
 
 
 class Spaces:
@@ -58,7 +49,6 @@ class Spaces:
         return {name for name, space in self._spaces.items() if space.model == model}
 
     def of_slot_bytes(self, slot_bytes: int) -> set[bytes]:
-        """Namespaces whose blocks take slots of this size."""
         return {name for name in self._spaces if self.slot_bytes(name) == slot_bytes}
 
     def declare(self, namespace: bytes, space: Space) -> str | None:
@@ -100,9 +90,7 @@ class Spaces:
 
     def _save(self) -> None:
         text = msgspec.json.encode({name.hex(): space for name, space in self._spaces.items()})
-        fresh = self._file.with_suffix(f".{os.getpid()}")
         try:
-            fresh.write_bytes(seal(text, 0))
-            fresh.replace(self._file)
+            replace_file(self._file, seal(text, 0))
         except OSError as error:
             _logger.warning("KV blocks will not survive a crash of their store: %s", error)

@@ -7,25 +7,24 @@ to and from SSD run in threads, and :meth:`BlockStore.tick` takes in what they f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
 from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.index.radix import KEY_BYTES, first_keys
-from loomserve.kvstore.peers.messages import AnnouncedSpace
 from loomserve.kvstore.peers.network import PeerNetwork
-from loomserve.kvstore.server.allocator import Allocator
+from loomserve.kvstore.server.copies.copy_queue import CopyQueue
 from loomserve.kvstore.server.copies.fetches import NOTHING_COMES, Fetches
 from loomserve.kvstore.server.copies.promotions import Promotions
 from loomserve.kvstore.server.copies.write_behind import WriteBehind
-from loomserve.kvstore.server.leases import Leases
+from loomserve.kvstore.server.grants import Writers
+from loomserve.kvstore.server.memory_tier import MemoryTier
 from loomserve.kvstore.server.operators import OperatorCalls
 from loomserve.kvstore.server.protocol import (
     Abandon,
     Commit,
-    Corrupt,
     Done,
     Flush,
     Found,
@@ -34,7 +33,6 @@ from loomserve.kvstore.server.protocol import (
     Lookup,
     Outdated,
     Pin,
-    Refused,
     Release,
     Reply,
     Request,
@@ -43,13 +41,13 @@ from loomserve.kvstore.server.protocol import (
     StoreUsage,
     encode_slots,
 )
-from loomserve.kvstore.server.rebuild import rebuild
-from loomserve.kvstore.server.removal import BlockRemoval
-from loomserve.kvstore.server.spaces import Space, Spaces
-from loomserve.kvstore.server.writers import Writers
 from loomserve.kvstore.storage.arena import ArenaOwner
-from loomserve.kvstore.storage.checksum import BlockLayout
+from loomserve.kvstore.storage.checksum import BlockLayout, Space
 from loomserve.kvstore.storage.ssd import SsdTier
+from loomserve.kvstore.wire import Corrupt, Refused
+from loomserve.platform.state.kvstore import KvState
+
+_NOTHING = Found(0, 0, 0, b"", 0.0)
 
 
 class BlockStore:
@@ -57,9 +55,8 @@ class BlockStore:
 
     ``now`` is in seconds of a clock that never goes back. ``spaces_file`` keeps what the
     namespaces mean. ``quotas`` bounds the bytes a model may hold in memory. ``network`` are the
-    stores of other nodes, of which the index's journal is; None: there is no other. ``readers`` and
-    ``ssd_writer`` run the copies from and to SSD, the latter one after the other, and ``fetchers``
-    those from other nodes.
+    stores of other nodes, which the index's journal is for. ``readers`` and ``ssd_writer`` run the
+    copies from and to SSD, the latter one after the other.
     """
 
     def __init__(
@@ -73,122 +70,106 @@ class BlockStore:
         *,
         readers: Executor | None = None,
         ssd_writer: Executor | None = None,
-        fetchers: Executor | None = None,
     ) -> None:
-        self.arena = arena
-        self._index = index
+        self.memory = MemoryTier(arena, index, spaces_file, quotas)
         self._ssd = ssd
-        self._spaces = Spaces(spaces_file, index, arena.extent_bytes)
-        self._leases = Leases(index, arena)
         self._writers = Writers()
-        self._allocator = Allocator(arena, index, self._spaces, quotas, self._leases)
         self._promotions: Promotions | None = None
         self._write_behind: WriteBehind | None = None
+        self._copies: list[CopyQueue | WriteBehind] = []
         if ssd is not None:
-            self._promotions = Promotions(ssd, index, arena, self._spaces, self._allocator, readers)
-            self._write_behind = WriteBehind(
-                ssd, index, arena, self._spaces, self._leases, ssd_writer
-            )
+            self._promotions = Promotions(ssd, self.memory, readers)
+            self._write_behind = WriteBehind(ssd, self.memory, ssd_writer)
+            self._copies += [self._promotions.queue, self._write_behind]
         self._network = network
         self._fetches: Fetches | None = None
         if network is not None:
-            self._fetches = Fetches(network, arena, self._spaces, self._allocator, fetchers)
-        self._operators = OperatorCalls(index, self._spaces, arena)
-        self._removal = BlockRemoval(index, arena, self._spaces, self._leases)
+            self._fetches = Fetches(network, self.memory)
+            self._copies.append(self._fetches.queue)
+        operators = self._operators = OperatorCalls(self.memory)
         self._answers: dict[type[Any], Callable[[Any, float], Reply]] = {
             Lookup: self._lookup,
             Reserve: self._reserve,
             Commit: self._commit,
-            Outdated: lambda request, now: self._removal.outdated(request),
+            Outdated: self._outdated,
             Abandon: self._abandon,
             Release: self._release,
-            Corrupt: self._removal.corrupt,
-            Pin: lambda request, now: self._operators.pin(request),
-            Flush: lambda request, now: self._operators.flush(request),
-            Hottest: lambda request, now: self._operators.hottest(request),
+            Corrupt: self._corrupt,
+            Pin: lambda request, now: operators.pin(request),
+            Flush: lambda request, now: operators.flush(request),
+            Hottest: lambda request, now: operators.hottest(request),
             Inspect: self._inspect,
         }
 
     def recover(self, now: float) -> None:
         """Take over what an earlier store left in the arena and on SSD."""
-        self._spaces.load()
-        rebuild(self._index, self.arena, self._ssd, self._spaces, now)
+        self.memory.rebuild(self._ssd, now)
         if self._network is not None:
             # Whoever follows asks for all contents first.
-            self._network.journal.take()
+            self._network.journal.clear()
 
     def slot_bytes(self, namespace: bytes) -> int | None:
         """Bytes of a namespace's slots, for any thread; None: it is not known."""
-        return self._spaces.slot_bytes(namespace) if namespace in self._spaces else None
+        spaces = self.memory.spaces
+        return spaces.slot_bytes(namespace) if namespace in spaces else None
 
     def answer(self, request: Request, now: float) -> Reply:
-        """Carry a request out."""
         if len(getattr(request, "keys", b"")) % KEY_BYTES:
             return Refused(f"keys are {KEY_BYTES} bytes each")
         return self._answers[type(request)](request, now)
 
     def tick(self, now: float) -> None:
         """Take in what threads finished, end what expired, and write behind."""
-        self._leases.expire(now)
+        self.memory.leases.expire(now)
         for reservation in self._writers.end_expired(now):
-            self._allocator.cancel(reservation)
-        if self._promotions is not None:
-            self._promotions.take_in(now)
+            self.memory.cancel(reservation)
+        for copies in self._copies:
+            copies.take_in(now)
         if self._write_behind is not None:
-            self._write_behind.tick(now)
-        if self._network is not None and self._fetches is not None:
-            self._fetches.take_in(now)
-            self._network.tick(now, self._index, _announced(self._spaces.items()))
+            self._write_behind.begin(now)
+        if self._network is not None:
+            self._network.tick(now, self.memory.index, self.memory.spaces.items())
 
     @property
     def busy(self) -> bool:
         """Whether :meth:`tick` awaits what threads are at work on, or has changes to announce."""
         announces = self._network is not None and self._network.busy
-        return announces or any(copies.busy for copies in self._copies())
+        return announces or any(copies.busy for copies in self._copies)
 
     def close(self) -> None:
         """Wait for the copies under way; the arena and the SSD stay as they are."""
         if self._network is not None:
             self._network.close()
-        for copies in self._copies():
+        for copies in self._copies:
             copies.close()
         if self._ssd is not None:
             self._ssd.close()
-        self.arena.close()
-
-    def _copies(self) -> list[Promotions | WriteBehind | Fetches]:
-        """What runs in threads: nothing without SSD and other nodes."""
-        all_ = (self._promotions, self._write_behind, self._fetches)
-        return [copies for copies in all_ if copies is not None]
-
-    # Engines
+        self.memory.arena.close()
 
     def _lookup(self, request: Lookup, now: float) -> Reply:
         namespace, keys = request.namespace, request.keys
         if not self._knows(namespace, request.block_s):
-            return Found(0, 0, 0, b"", 0.0)
-        if request.use:
-            match = self._index.lookup(namespace, keys, now)
-        else:
-            match = self._index.match(namespace, keys)
+            return _NOTHING
+        index = self.memory.index
+        match = index.lookup(namespace, keys, now) if request.use else index.match(namespace, keys)
+        in_memory = match.in_memory
         lease = None
-        if match.in_memory > request.skip:
-            lease = self._leases.give(
-                *(namespace, keys, match.in_memory, request.skip, now, request.lease_s),
-                pid=request.pid,
+        if in_memory > request.skip:
+            lease = self.memory.leases.give(
+                namespace, keys, in_memory, request.skip, now, request.lease_s, pid=request.pid
             )
             if lease is None:
                 # Blocks that nobody keeps there are of no use to the engine.
-                return Found(0, 0, 0, b"", 0.0)
+                return _NOTHING
         ready_s = 0.0
-        if request.promote and self._promotions and match.resident > match.in_memory:
+        if request.promote and self._promotions and match.resident > in_memory:
             resident = keys[: match.resident * KEY_BYTES]
             ready_s = self._promotions.begin(namespace, resident, now)
         coming = NOTHING_COMES
-        if self._fetches is not None and match.resident == match.in_memory:
-            coming = self._fetches.follow_up(request, match.in_memory, now)
+        if self._fetches is not None and match.resident == in_memory:
+            coming = self._fetches.follow_up(request, in_memory, now)
         return Found(
-            in_memory=match.in_memory,
+            in_memory=in_memory,
             resident=match.resident,
             lease=lease.id if lease else 0,
             slots=encode_slots(lease.slots) if lease else b"",
@@ -197,25 +178,23 @@ class BlockStore:
         )
 
     def _knows(self, namespace: bytes, block_s: float) -> bool:
-        """Whether blocks of a namespace are here, or can be fetched."""
         if self._fetches is not None and block_s:
             return self._fetches.knows(namespace)
-        return namespace in self._spaces
+        return namespace in self.memory.spaces
 
     def _reserve(self, request: Reserve, now: float) -> Reply:
         namespace, keys = request.namespace, request.keys
-        layout = BlockLayout(request.layers, request.layer_bytes)
-        new = namespace not in self._spaces
-        problem = self._spaces.declare(namespace, Space(request.model, layout))
+        space = Space(request.model, BlockLayout(request.layers, request.layer_bytes))
+        new = namespace not in self.memory.spaces
+        problem = self.memory.spaces.declare(namespace, space)
         if problem is not None:
             return Refused(problem)
         if new and self._network is not None:
-            self._network.announcer.note([], _announced([(namespace, self._spaces[namespace])]))
-        in_memory = self._index.match(namespace, keys).in_memory
+            self._network.announcer.note([], {namespace: space})
+        in_memory = self.memory.index.match(namespace, keys).in_memory
         first = self._writers.first_unwritten(namespace, keys, in_memory)
-        reservation = self._allocator.reserve(
-            namespace, keys, in_memory, first, len(keys) // KEY_BYTES - first, now
-        )
+        blocks = len(keys) // KEY_BYTES - first
+        reservation = self.memory.reserve(namespace, keys, in_memory, first, blocks, now)
         if reservation is None:
             return Reserved(first, b"", 0)
         writer = self._writers.begin(reservation, now)
@@ -228,41 +207,44 @@ class BlockStore:
         namespace, keys, blocks = reservation.namespace, reservation.keys, len(reservation.slots)
         if len(request.outdated) == KEY_BYTES:
             # First, for the new blocks continue a run only where nothing follows it.
-            self._removal.last(namespace, first_keys(keys, reservation.first) + request.outdated)
-        self._allocator.fill(reservation, blocks, now, request.recompute_s)
+            self.memory.remove(namespace, first_keys(keys, reservation.first) + request.outdated)
+        self.memory.fill(reservation, blocks, now, request.recompute_s)
         # If a block before them was found corrupt meanwhile, the new blocks are gone too.
-        there = self._index.match(namespace, keys).in_memory
+        there = self.memory.index.match(namespace, keys).in_memory
         if request.keep_s and there:
-            self._leases.give(namespace, keys, there, 0, now, request.keep_s)
+            self.memory.leases.give(namespace, keys, there, 0, now, request.keep_s)
         return Done(blocks)
 
     def _abandon(self, request: Abandon, now: float) -> Reply:
         reservation = self._writers.end(request.writer)
         if reservation is not None:
-            self._allocator.cancel(reservation)
+            self.memory.cancel(reservation)
         return Done()
 
     def _release(self, request: Release, now: float) -> Reply:
-        self._leases.release(request.leases)
+        self.memory.leases.release(request.leases)
         return Done(len(request.leases))
 
-    # Operators
+    def _outdated(self, request: Outdated, now: float) -> Reply:
+        known = request.keys and request.namespace in self.memory.spaces
+        return Done(self.memory.remove(request.namespace, request.keys) if known else 0)
+
+    def _corrupt(self, request: Corrupt, now: float) -> Reply:
+        namespace, keys = request.namespace, request.keys
+        known = keys and namespace in self.memory.spaces
+        return Done(self.memory.remove_corrupt(namespace, keys, now) if known else 0)
 
     def _inspect(self, request: Inspect, now: float) -> Reply:
         corrupt_on_ssd = self._promotions.corrupt_blocks if self._promotions else 0
-        return StoreUsage(
-            capacity_bytes=self.arena.capacity_bytes,
-            used_bytes=self.arena.used_bytes,
+        state = KvState(
+            capacity_bytes=self.memory.arena.capacity_bytes,
+            used_bytes=self.memory.arena.used_bytes,
             ssd_capacity_bytes=self._ssd.capacity_bytes if self._ssd else 0,
             ssd_used_bytes=self._ssd.used_bytes if self._ssd else 0,
             leases=self._operators.leases(),
             writers=len(self._writers),
-            corrupt_blocks=self._removal.corrupt_blocks + corrupt_on_ssd,
+            corrupt_blocks=self.memory.corrupt_blocks + corrupt_on_ssd,
             models=self._operators.models(),
             network=self._fetches.usage() if self._fetches else None,
         )
-
-
-def _announced(spaces: Iterable[tuple[bytes, Space]]) -> Iterator[AnnouncedSpace]:
-    for namespace, space in spaces:
-        yield AnnouncedSpace(namespace, space.model, space.layout.layers, space.layout.layer_bytes)
+        return StoreUsage(state)

@@ -22,6 +22,7 @@ import shutil
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -39,6 +40,7 @@ from loomserve.kvstore.storage.checksum import (
     unseal,
 )
 from loomserve.platform.base.errors import StartError
+from loomserve.platform.base.files import replacing
 
 MAGIC = b"LoomKVar"
 VERSION = 1
@@ -74,12 +76,10 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole mapping."""
         return self._mapping.nbytes
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of all extents together."""
         return self._data.nbytes
 
     def view(self, slot: int, slot_bytes: int) -> NDArray[np.uint8]:
@@ -155,8 +155,7 @@ class ArenaOwner(Arena):
         It replaces an arena at ``path``, which stays mapped in processes that have it mapped.
 
         Raises:
-            StartError: there is too little space, or the file belongs to a store that runs, or
-                is no arena.
+            StartError: there is too little space, or the file is no arena, or a running store's.
             ValueError: an extent is not whole pages, or exceeds the capacity.
         """
         extents = capacity_bytes // extent_bytes
@@ -170,21 +169,17 @@ class ArenaOwner(Arena):
                 _claim(path, old)
                 _superblock(path, old)
                 path.unlink()
-        new = path.with_name(f"{path.name}.new")
-        new.unlink(missing_ok=True)
-        file = FileIO(new, "x+", opener=_private)
-        try:
-            _claim(path, file)
-            _reserve(path, file, _data_offset(extents) + extents * extent_bytes)
-            superblock = _SUPERBLOCK.pack(MAGIC, VERSION, extent_bytes, extents)
-            os.pwrite(file.fileno(), seal(superblock, 0), 0)
-            # Nobody may attach to what is not complete.
-            new.rename(path)
-            return cls(path, file)
-        except BaseException:
-            file.close()
-            new.unlink(missing_ok=True)
-            raise
+        # Nobody may attach to what is not complete.
+        with ExitStack() as failed:
+            with replacing(path, alone=True) as new:
+                file = failed.enter_context(FileIO(new, "x+", opener=_private))
+                _claim(path, file)
+                _reserve(path, file, _data_offset(extents) + extents * extent_bytes)
+                superblock = _SUPERBLOCK.pack(MAGIC, VERSION, extent_bytes, extents)
+                os.pwrite(file.fileno(), seal(superblock, 0), 0)
+                arena = cls(path, file)
+            failed.pop_all()
+        return arena
 
     @classmethod
     def reopen(cls, path: Path) -> Self:
@@ -192,13 +187,12 @@ class ArenaOwner(Arena):
 
         Raises ``StartError`` if there is none, its owner lives, or it is of another version.
         """
-        file = _open(path)
-        try:
+        with ExitStack() as failed:
+            file = failed.enter_context(_open(path))
             _claim(path, file)
-            return cls(path, file)
-        except BaseException:
-            file.close()
-            raise
+            arena = cls(path, file)
+            failed.pop_all()
+        return arena
 
     def close(self) -> None:
         """Let another owner take over. The mapping ends with its last view."""
@@ -249,12 +243,10 @@ class ArenaOwner(Arena):
                     yield slot, BlockHeader(*HEADER.unpack(body))
 
     def slot_bytes(self, slot: int) -> int:
-        """Size of a slot; ``ValueError`` if it is not allocated."""
         return self._extent(slot).slot_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all allocated slots."""
         return sum(size * of.allocated for size, of in self.usage().items())
 
     def usage(self) -> dict[int, ClassUsage]:
@@ -270,8 +262,7 @@ class ArenaOwner(Arena):
         return usage
 
     def slots_by_extent(self, slot_bytes: int) -> list[list[int]]:
-        """Allocated slots of each extent that serves this size. Freeing all slots of a list returns
-        the extent to the pool."""
+        """Allocated slots of each extent that serves this size, by extent."""
         return [
             sorted(extent.taken)
             for extent in self._extents.values()

@@ -53,7 +53,6 @@ def seed(namespace: bytes, key: bytes) -> int:
 
 
 def layer_digest(piece: NDArray[np.uint8], layer: int, block_seed: int) -> int:
-    """Checksum of a block's bytes in one layer."""
     # The layer is part of the seed, so that two layers of one block cannot change places.
     return xxh3_64_intdigest(piece.data, (block_seed + layer) % 2**64)
 
@@ -72,16 +71,11 @@ class BlockLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of the block, without checksums and padding."""
         return self.layers * self.layer_bytes
 
     @cached_property
     def slot_bytes(self) -> int:
         return round_up(self.checksum_offset(self.layers), PAGE)
-
-    def piece(self, view: NDArray[np.uint8], layer: int) -> NDArray[np.uint8]:
-        """View of the layer's bytes, ``[layer_bytes]``."""
-        return view[layer * self.layer_bytes : (layer + 1) * self.layer_bytes]
 
     def pieces(self, view: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """View of all layers' bytes: ``[..., slot_bytes]`` to ``[..., layers, layer_bytes]``."""
@@ -96,15 +90,7 @@ class BlockLayout:
         begin, end = self.checksum_offset(0), self.checksum_offset(self.layers)
         return view[..., begin:end].view(_CHECKSUM)
 
-    def check_layer(self, view: NDArray[np.uint8], layer: int, block_seed: int) -> bool:
-        """Whether the layer's bytes match their checksum, which is of this layer of this block."""
-        if view.nbytes != self.slot_bytes:
-            return False
-        digest = layer_digest(self.piece(view, layer), layer, block_seed)
-        return bool(self.checksums(view)[layer] == digest)
-
     def check(self, view: NDArray[np.uint8], block_seed: int) -> bool:
-        """Whether all layers pass :meth:`check_layer`, in less time than one by one."""
         if view.nbytes != self.slot_bytes:
             return False
         data, size = view.data, self.layer_bytes
@@ -113,6 +99,14 @@ class BlockLayout:
             == checksum
             for layer, checksum in enumerate(self.checksums(view).tolist())
         )
+
+
+@dataclass(frozen=True)
+class Space:
+    """Model of a namespace and layout of its blocks."""
+
+    model: str
+    layout: BlockLayout
 
 
 def round_up(size: int, multiple: int) -> int:

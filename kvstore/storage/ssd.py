@@ -59,10 +59,7 @@ _log = logging.getLogger(__name__)
 
 
 class SsdFullError(LoomserveError):
-    """The block was not written: the tier is at its capacity, or the disk is full.
-
-    No other block is lost. ``drop_oldest_segment`` makes room.
-    """
+    """Nothing was written: the tier is at its capacity, or the disk is full."""
 
 
 class Entry(NamedTuple):
@@ -130,7 +127,6 @@ class _Segment:
         self.bytes += size
 
     def entries(self) -> Iterator[Entry]:
-        """Complete records, in the order in which they were written."""
         page = mmap.mmap(-1, PAGE)
         offset = 0
         while offset + PAGE <= self.bytes:
@@ -149,9 +145,8 @@ class SsdTier:
     """Store of blocks in the segment files of one folder.
 
     Any number of threads may ``read`` while others write or drop. All calls block. Buffers are
-    whole pages and page-aligned, as the arena's views are; other buffers raise ``ValueError``. If
-    the filesystem supports O_DIRECT, bytes move between the disk and the arena without a copy and
-    without filling the page cache.
+    whole, aligned pages, as the arena's views are, else ``ValueError`` is raised. With O_DIRECT,
+    where the filesystem has it, bytes move without a copy and without filling the page cache.
 
     Every record whose ``write`` returned survives the death of the process. A power cut may lose
     records of segments that are not full yet, since only a full segment is synced; an incomplete
@@ -215,8 +210,7 @@ class SsdTier:
     def read(self, location: int, into: NDArray[np.uint8], namespace: bytes, key: bytes) -> bool:
         """Read a block into a slot of its size; False if the location does not hold this block.
 
-        It was dropped, or the record is torn, cut off, corrupt, of another block or of another
-        size. ``into`` may then hold anything.
+        It was dropped, torn or corrupted, or is another one. ``into`` may then hold anything.
         """
         _check_buffer(into)
         segment = self._segments.get(location >> 32)
@@ -232,21 +226,14 @@ class SsdTier:
         )
 
     def entries(self) -> Iterator[Entry]:
-        """All records with a valid header, oldest first, for a rebuild of the index.
-
-        Only headers are read; ``read`` checks the rest.
-        """
+        """All records with a valid header, oldest first; only headers are read."""
         for segment in list(self._segments.values()):
             for entry in segment.entries():
                 segment.locations.add(entry.location)
                 yield entry
 
     def drop_oldest_segment(self) -> list[int]:
-        """Delete the oldest segment, if there is one.
-
-        Returns:
-            The locations in it, of those that ``write`` and ``entries`` have returned.
-        """
+        """Delete the oldest segment, if there is one; returns the locations in it."""
         with self._lock:
             if not self._segments:
                 return []

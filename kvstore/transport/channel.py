@@ -8,6 +8,8 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from loomserve.kvstore.transport.protocol import PeerAddress, PeerGoneError, PeerSilentError
 
 SILENT_S = 2.0
@@ -53,11 +55,13 @@ class Channel:
             raise PeerGoneError(f"the KV store at {peer} cannot be reached: {error}") from error
 
     def send(self, message: bytes, deadline: float) -> None:
-        """Send bytes as they are."""
         self.send_views([memoryview(message)], deadline)
 
     def send_frame(self, message: bytes, deadline: float) -> None:
         self.send(_LENGTH.pack(len(message)) + message, deadline)
+
+    def send_message(self, message: msgspec.Struct, deadline: float) -> None:
+        self.send_frame(msgspec.msgpack.encode(message), deadline)
 
     def send_views(self, views: Sequence[memoryview], deadline: float) -> None:
         left = list(views)[::-1]
@@ -91,7 +95,6 @@ class Channel:
         return self.receive_frame(most, time.monotonic() + SILENT_S)
 
     def receive_into(self, views: Sequence[memoryview], deadline: float) -> None:
-        """Fill the views, in their order."""
         # Of nothing, nothing would come, as at the end.
         left = [view for view in views if view.nbytes][::-1]
         while left:

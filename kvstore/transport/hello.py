@@ -20,7 +20,7 @@ import time
 from loomserve.kvstore.transport.channel import Channel
 from loomserve.kvstore.transport.protocol import PeerGoneError
 
-MAGIC = b"LoomKVn1"
+MAGIC = b"LoomKVn2"
 """Name and version: stores of another version end the connection, and neither waits."""
 HELLO_S = 2.0
 NONCE_BYTES = 16
@@ -28,11 +28,7 @@ _PROOF_BYTES = 32
 
 
 def greet(channel: Channel, token: bytes) -> None:
-    """Say hello as a client.
-
-    Raises:
-        PeerGoneError: the other is no store of this run, or not in time.
-    """
+    """Say hello as a client; ``PeerGoneError``: the other is none of this run, or not in time."""
     deadline = time.monotonic() + HELLO_S
     mine = secrets.token_bytes(NONCE_BYTES)
     channel.send(MAGIC + mine, deadline)
@@ -44,11 +40,7 @@ def greet(channel: Channel, token: bytes) -> None:
 
 
 def admit(channel: Channel, token: bytes) -> None:
-    """Say hello as a server.
-
-    Raises:
-        PeerGoneError: the other is no store of this run, or not in time.
-    """
+    """Say hello as a server; ``PeerGoneError`` as of :func:`greet`."""
     deadline = time.monotonic() + HELLO_S
     opening = channel.receive(len(MAGIC) + NONCE_BYTES, deadline)
     magic, theirs = opening[: len(MAGIC)], opening[len(MAGIC) :]

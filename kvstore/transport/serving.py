@@ -15,21 +15,19 @@ from loomserve.kvstore.transport.channel import SILENT_S, Channel
 from loomserve.kvstore.transport.hello import admit
 from loomserve.kvstore.transport.protocol import (
     FETCH_S,
-    MOST_FRAME_BYTES,
     BlockSource,
-    Declined,
     EventFeed,
     FetchRequest,
     OpenSource,
     PeerAddress,
-    PeerAnswer,
     PeerGoneError,
     PeerRefusedError,
     PeerRequest,
     Sending,
-    Spoiled,
     Subscribe,
+    decoded,
 )
+from loomserve.kvstore.wire import MOST_MESSAGE_BYTES, Corrupt, Refused
 from loomserve.platform.base.errors import StartError
 
 _logger = logging.getLogger(__name__)
@@ -53,7 +51,6 @@ class PeerServer:
         self._strangers: dict[Channel, None] = {}
         self._peers: set[Channel] = set()
         self._threads: set[threading.Thread] = set()
-        self._encode = msgspec.msgpack.Encoder().encode
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, 0), family=family, backlog=64)
@@ -126,16 +123,12 @@ class PeerServer:
             channel.close()
 
     def _answer_all(self, channel: Channel) -> None:
-        decoder = msgspec.msgpack.Decoder(PeerRequest)
+        decoder: msgspec.msgpack.Decoder[PeerRequest] = msgspec.msgpack.Decoder(PeerRequest)
         source: BlockSource | None = None
         try:
             while not self._stopping:
-                frame = channel.wait_for_frame(MOST_FRAME_BYTES)
-                try:
-                    request = decoder.decode(frame)
-                # Text that is no UTF-8, and arrays in arrays without end, are not DecodeErrors.
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    raise PeerGoneError(f"not a request: {error}") from error
+                frame = channel.wait_for_frame(MOST_MESSAGE_BYTES)
+                request = decoded(decoder, frame, "a request")
                 if isinstance(request, Subscribe):
                     return self._announce(channel, request)
                 source = source or self._open_source()
@@ -145,11 +138,11 @@ class PeerServer:
                 source.close()
 
     def _carry_out(
-        self, channel: Channel, source: BlockSource, request: FetchRequest | Spoiled
+        self, channel: Channel, source: BlockSource, request: FetchRequest | Corrupt
     ) -> None:
         if len(request.keys) % KEY_BYTES:
             raise PeerGoneError(f"keys are {KEY_BYTES} bytes each")
-        if isinstance(request, Spoiled):
+        if isinstance(request, Corrupt):
             source.spoiled(request.namespace, request.keys)
             return
         if request.blocks <= 0:
@@ -159,10 +152,10 @@ class PeerServer:
         try:
             held = source.hold(request)
         except PeerRefusedError as error:
-            self._say(channel, Declined(str(error)), deadline)
+            channel.send_message(Refused(str(error)), deadline)
             return
         try:
-            self._say(channel, Sending(held.blocks), deadline)
+            channel.send_message(Sending(held.blocks), deadline)
             channel.send_views(held.views, deadline)
         finally:
             source.release(held)
@@ -170,10 +163,7 @@ class PeerServer:
     def _announce(self, channel: Channel, heard: Subscribe) -> None:
         epoch, seq = heard.epoch, heard.seq
         while not self._stopping:
-            frames, epoch, seq = self._feed.frames_after(epoch, seq, _HEARTBEAT_S)
+            frames, epoch, seq = self._feed(epoch, seq, _HEARTBEAT_S)
             # An empty one says that nothing happened.
             for frame in frames or [b""]:
                 channel.send_frame(frame, time.monotonic() + FETCH_S)
-
-    def _say(self, channel: Channel, answer: PeerAnswer, deadline: float) -> None:
-        channel.send_frame(self._encode(answer), deadline)

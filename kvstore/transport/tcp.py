@@ -15,9 +15,7 @@ from loomserve.kvstore.transport.hello import greet
 from loomserve.kvstore.transport.protocol import (
     FETCH_S,
     MOST_EVENTS_BYTES,
-    MOST_FRAME_BYTES,
     Arrived,
-    Declined,
     EventFeed,
     FetchRequest,
     OpenSource,
@@ -27,10 +25,11 @@ from loomserve.kvstore.transport.protocol import (
     PeerRefusedError,
     PeerRequest,
     PeerSilentError,
-    Spoiled,
     Subscribe,
+    decoded,
 )
 from loomserve.kvstore.transport.serving import PeerServer
+from loomserve.kvstore.wire import MOST_MESSAGE_BYTES, Corrupt, Refused
 
 _KEPT_CONNECTIONS = 2
 """To each peer, from one fetch to the next."""
@@ -40,20 +39,26 @@ _MESSAGE_S = 5.0
 
 
 class TcpTransport:
-    """Fetches blocks of peers, and serves them its own, where ``serve`` is called."""
+    """Fetches blocks of peers, and serves them its own, where ``serve`` is called.
+
+    ``token`` is what all stores of the run know, and nobody else. For any number of threads.
+    """
 
     def __init__(self, token: str) -> None:
-        """``token`` is what all stores of the run know, and nobody else."""
         self._token = token.encode()
         self._lock = threading.Lock()
         self._idle: defaultdict[PeerAddress, list[Channel]] = defaultdict(list)
         self._open: set[Channel] = set()
         self._closed = False
         self._server: PeerServer | None = None
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._answers: msgspec.msgpack.Decoder[PeerAnswer] = msgspec.msgpack.Decoder(PeerAnswer)
 
     def serve(self, host: str, open_source: OpenSource, feed: EventFeed) -> PeerAddress:
-        """See :class:`Transport`."""
+        """Let peers fetch what the sources hold and hear what the feed says.
+
+        Raises:
+            StartError: this node has no such address.
+        """
         self._server = PeerServer(host, self._token, open_source, feed)
         return self._server.address
 
@@ -64,10 +69,15 @@ class TcpTransport:
         into: Sequence[memoryview],
         arrived: Arrived,
     ) -> int:
-        """See :class:`Transport`."""
+        """Fetch blocks into the views, which have room for all; returns how many came.
+
+        Raises:
+            PeerGoneError: it could not be reached, or was lost before all it had promised came.
+            PeerRefusedError: it refused.
+        """
         deadline = time.monotonic() + FETCH_S
         channel, answer = self._ask(peer, request, deadline)
-        if isinstance(answer, Declined):
+        if isinstance(answer, Refused):
             self._keep(peer, channel)
             raise PeerRefusedError(answer.message)
         came = 0
@@ -87,27 +97,23 @@ class TcpTransport:
             self._end(channel)
         return came
 
-    def spoiled(self, peer: PeerAddress, report: Spoiled) -> None:
-        """See :class:`Transport`."""
-        with contextlib.suppress(PeerGoneError):
-            channel = self._connect(peer)
-            try:
-                channel.send_frame(self._encode(report), time.monotonic() + _MESSAGE_S)
-            finally:
-                self._end(channel)
+    def spoiled(self, peer: PeerAddress, report: Corrupt) -> None:
+        """Tell a holder of a block that was not whole; what goes wrong is passed over."""
+        with contextlib.suppress(PeerGoneError), contextlib.closing(self.follow(peer, report)):
+            pass
 
-    def follow(self, peer: PeerAddress, subscribe: Subscribe) -> TcpEventStream:
-        """See :class:`Transport`."""
+    def follow(self, peer: PeerAddress, request: Subscribe | Corrupt) -> EventStream:
+        """Hear what a peer announces; ``PeerGoneError`` if it cannot be reached."""
         channel = self._connect(peer)
         try:
-            channel.send_frame(self._encode(subscribe), time.monotonic() + _MESSAGE_S)
+            channel.send_message(request, time.monotonic() + _MESSAGE_S)
         except PeerGoneError:
             self._end(channel)
             raise
-        return TcpEventStream(channel, self._end)
+        return EventStream(channel, self._end)
 
     def close(self) -> None:
-        """See :class:`Transport`."""
+        """End all connections. Calls under way raise :class:`PeerGoneError`."""
         with self._lock:
             self._closed = True
             channels = list(self._open)
@@ -137,16 +143,12 @@ class TcpTransport:
 
     def _exchange(self, channel: Channel, request: PeerRequest, deadline: float) -> PeerAnswer:
         try:
-            channel.send_frame(self._encode(request), deadline)
-            frame = channel.receive_frame(MOST_FRAME_BYTES, deadline)
-            answer: PeerAnswer = msgspec.msgpack.decode(frame, type=PeerAnswer)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self._end(channel)
-            raise PeerGoneError(f"not an answer: {error}") from error
+            channel.send_message(request, deadline)
+            frame = channel.receive_frame(MOST_MESSAGE_BYTES, deadline)
+            return decoded(self._answers, frame, "an answer")
         except PeerGoneError:
             self._end(channel)
             raise
-        return answer
 
     def _connect(self, peer: PeerAddress) -> Channel:
         channel = Channel.connect(peer)
@@ -187,15 +189,15 @@ class TcpTransport:
         channel.close()
 
 
-class TcpEventStream:
-    """Announcements of one peer."""
+class EventStream:
+    """Announcements of one peer, as they come."""
 
     def __init__(self, channel: Channel, end: Callable[[Channel], None]) -> None:
         self._channel = channel
         self._end = end
 
     def next(self) -> bytes:
-        """See :class:`EventStream`."""
+        """The next message; ``PeerGoneError`` if it ended, or nothing came for too long."""
         return self._channel.receive_frame(MOST_EVENTS_BYTES, time.monotonic() + _MESSAGE_S)
 
     def shut(self) -> None:
@@ -203,7 +205,6 @@ class TcpEventStream:
         self._channel.shut()
 
     def close(self) -> None:
-        """See :class:`EventStream`."""
         self._end(self._channel)
 
 

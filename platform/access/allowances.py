@@ -59,11 +59,7 @@ class Allowances:
     """The limits in use of one gateway; used on its event loop only."""
 
     def __init__(self, node: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """
-        Args:
-            node: whose day's tokens are counted together.
-            clock: seconds.
-        """
+        """``node``: whose day's tokens are counted together."""
         self.gateway = uuid.uuid4().hex
         self._node = node
         self._clock = clock
@@ -76,11 +72,8 @@ class Allowances:
     def room(self, limit: Limit, used: float = 0.0) -> float:
         """Units that this gateway may use now; to be asked before they are used.
 
-        A limit of which nothing was told yet has a small share: half of an equal part.
-
-        Args:
-            limit: the limit.
-            used: of a day: what this node has used of it so far.
+        A limit of which nothing was told yet has a small share: half of an equal part. Of a day,
+        ``used`` is what this node has used of it so far.
         """
         account = self._account(limit, used)
         self._fill(account)
@@ -101,16 +94,12 @@ class Allowances:
             account.wanted += units
 
     def end(self, limit: Limit, units: float) -> None:
-        """Sequences have ended."""
         account = self._account(limit)
         account.used -= units
         account.in_hand += units
 
     def refused(self, limit: Limit, units: float | None = None) -> float:
-        """Note a request that there was no room for; returns the seconds until there may be.
-
-        ``units``: that it would have used; None: as many as others did.
-        """
+        """Note a request of so many units (None: the mean); seconds until there may be room."""
         account = self._account(limit)
         account.touched_at = self._clock()
         account.wanted += account.mean if units is None else units
@@ -145,7 +134,7 @@ class Allowances:
                 self._alone = False
 
     def report(self) -> LimitReport:
-        """What to say to the controller."""
+        """What to tell the controller."""
         now = self._clock()
         for place, account in list(self._accounts.items()):
             if self._is_idle(account, now):
@@ -155,7 +144,6 @@ class Allowances:
         return LimitReport(self.gateway, self._node, tuple(map(_use, self._accounts.values())))
 
     def apply(self, report: LimitReport, answer: LimitAnswer) -> None:
-        """Take in the controller's answer to a report."""
         self._gateways = max(2, answer.gateways)
         self._answered_at = now = self._clock()
         for use, told in zip(report.uses, answer.slices, strict=True):

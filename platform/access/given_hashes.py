@@ -18,11 +18,7 @@ VARIABLES = {
 
 
 def with_given_hashes(config: Config) -> Config:
-    """The configuration with those of the environment's hashes that it leaves out.
-
-    Raises:
-        StartError: one is no hash, or both are the same.
-    """
+    """The configuration with the environment's hashes for its own; StartError: a wrong one."""
     given = {
         field: _checked(variable, os.environ[variable])
         for field, variable in VARIABLES.items()

@@ -1,4 +1,4 @@
-"""Makes API keys, hashes them, and recognises a client's key."""
+"""Makes API keys, hashes them, recognises a client's key, and says which models it may use."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import secrets
 import time
 from collections.abc import Callable
 
-from loomserve.platform.base.errors import Unauthorized
-from loomserve.platform.config import ApiKey
+from loomserve.platform.base.errors import Forbidden, Unauthorized
+from loomserve.platform.config import Alias, ApiKey
 
 
 def new_key() -> tuple[str, str]:
@@ -46,8 +46,7 @@ class KeyRing:
     ) -> None:
         """
         Args:
-            keys: those that give access.
-            what: names them in errors.
+            what: names the keys in errors.
             required: whether nobody may enter without one; None: if there are any.
             clock: Unix seconds, by which keys expire.
         """
@@ -85,3 +84,28 @@ class KeyRing:
                 reason="expired_api_key",
             )
         return found
+
+
+def may_use(key: ApiKey | None, model: str) -> bool:
+    """Whether a key may use a model; None: no key is needed."""
+    return key is None or not key.models or model in key.models
+
+
+def usable_models(key: ApiKey | None, name: str, alias: Alias) -> dict[str, int]:
+    """The models of an alias that a key's requests for it may go to, with their weights.
+
+    A key that names the alias may use whatever it stands for. Any other gets of it what it may use
+    anyway: what an alias is changed to gives no key a model that its operator did not.
+    """
+    if may_use(key, name):
+        return dict(alias.models)
+    return {model: weight for model, weight in alias.models.items() if may_use(key, model)}
+
+
+def check_model(key: ApiKey | None, model: str) -> None:
+    """Raise Forbidden if the key is for other models; None: no key is needed."""
+    if key is not None and not may_use(key, model):
+        raise Forbidden(
+            f"this API key may not use model {model!r}; it may use: {', '.join(key.models)}",
+            param="model",
+        )

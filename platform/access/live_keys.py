@@ -64,11 +64,7 @@ class LiveKeys:
     """The keys at present. A file that is wrong changes nothing: the former keys hold."""
 
     def __init__(self, server: Server, *, clock: Callable[[], float] = time.time) -> None:
-        """
-        Args:
-            server: whose keys; of a file that is wrong from the start there are none.
-            clock: Unix seconds, by which keys expire.
-        """
+        """``clock``: Unix seconds. Of a file that is wrong from the start there are no keys."""
         self._server = server
         self._clock = clock
         self._seen = stamp(Path(server.api_keys_file)) if server.api_keys_file else None
@@ -86,7 +82,6 @@ class LiveKeys:
 
     @property
     def ring(self) -> KeyRing:
-        """What recognises the keys at present."""
         return self._ring
 
     def named(self, name: str) -> ApiKey | None:
@@ -127,7 +122,6 @@ class LiveKeys:
             _log.warning("%s was read again: %d keys", path, len(self._keys))
 
     async def follow(self) -> NoReturn:
-        """Refresh the keys until the task is cancelled."""
         # In a thread, since a file of many keys takes long to read.
         await every(_LOOK_S, lambda: asyncio.to_thread(self.refresh))
 

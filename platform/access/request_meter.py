@@ -1,6 +1,7 @@
 """Admits requests of API keys within their limits, over all front ends of a platform.
 
-Those of one node count together; those of several share what the controller divides.
+Those of one node count together; those of several share what the controller divides. A request is
+one sequence until it is read, for it may have several prompts and several answers to each.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from loomserve.platform.access import limits
 from loomserve.platform.access.allowances import Allowances
-from loomserve.platform.access.shared_counts import Count, Counts, OnlyOne, of_key
-from loomserve.platform.access.shared_limits import (
-    check_requests,
-    check_running,
-    requests_limit,
-    running_limit,
-)
+from loomserve.platform.access.policy.pools import LimitKind
+from loomserve.platform.access.rates import KeyRates
+from loomserve.platform.access.sequences import Sequences
+from loomserve.platform.access.shared_counts import Count, Counts, of_key
+from loomserve.platform.base.errors import BadRequest, TooManyRequests
 from loomserve.platform.config import ApiKey
+
+# Nobody knows when a running request ends; most last seconds.
+_RETRY_S = 1.0
 
 
 class RequestMeter:
@@ -30,34 +31,24 @@ class RequestMeter:
         *,
         allowances: Allowances | None = None,
     ) -> None:
-        """
-        Args:
-            counts: what other front ends of the node count; None: there is no other.
-            clock: seconds, for the keys' rates.
-            allowances: what other nodes leave; None: there is no other.
-        """
-        self._allowances = allowances
-        self._counts = counts or OnlyOne()
-        self._clock = clock
-        # By name: a key that is changed or comes back goes on with what it has used.
-        self._usage: dict[str, limits.KeyUsage] = {}
+        """``counts``: of other front ends of this node; ``allowances``: of other nodes."""
+        counts = counts or Counts()
+        self._rates = KeyRates(LimitKind.REQUESTS, Count.REQUESTS, counts, allowances, clock)
+        self._sequences = Sequences(counts, allowances)
 
     def acquire(self, key: ApiKey) -> None:
-        """Admit a request with one sequence, to be released.
-
-        Raises:
-            TooManyRequests: the key is over a limit.
-        """
-        usage = self._of(key)
-        running = self._elsewhere(key)
-        after = limits.acquire(key, usage, self._clock(), running_elsewhere=running)
-        if self._allowances is not None:
-            check_requests(self._allowances, key)
-            if (limit := requests_limit(key)) is not None:
-                self._allowances.use(limit, 1)
-        self._usage[key.name] = after
-        self._count(key, Count.REQUESTS, 1)
-        self._count(key, Count.RUNNING, 1)
+        """Admit a request with one sequence, or raise TooManyRequests."""
+        self.look([key])
+        most = key.max_concurrent
+        if most is not None and (running := self._sequences.on_node(of_key(key.name))) >= most:
+            raise _too_many(
+                f"API key {key.name!r} has {running} requests running, its limit. "
+                "Wait until one has ended."
+            )
+        self._check_elsewhere(key, 1)
+        self._rates.check(key.name, key.requests_per_minute)
+        self._rates.add(key.name, key.requests_per_minute, 1)
+        self._sequences.add(of_key(key.name), most, 1)
 
     def acquire_more(self, key: ApiKey, more: int) -> None:
         """Admit ``more`` sequences of a request that was admitted with one.
@@ -66,48 +57,43 @@ class RequestMeter:
             BadRequest: the request has more sequences than the key may have at all.
             TooManyRequests: the key is over its limit now.
         """
-        after = limits.acquire_more(
-            key, self._usage[key.name], more, running_elsewhere=self._elsewhere(key)
-        )
-        if self._allowances is not None:
-            check_running(self._allowances, key, more)
-        self._usage[key.name] = after
-        self._count(key, Count.RUNNING, more)
+        running, most = self._sequences.on_node(of_key(key.name)), key.max_concurrent
+        if most is not None and 1 + more > most:
+            raise BadRequest(
+                f"The request asks for {1 + more} answers at once, and API key {key.name!r} may "
+                f"have {most}. Ask for fewer.",
+                param="n",
+            )
+        if most is not None and running + more > most:
+            raise _too_many(
+                f"API key {key.name!r} has {running - 1} answers running and may have "
+                f"{most}, and the request asks for {1 + more}. Wait until others end."
+            )
+        self._check_elsewhere(key, more)
+        self._sequences.add(of_key(key.name), most, more)
 
     def release(self, key: ApiKey, sequences: int) -> None:
         """End a request that was admitted with so many sequences in all."""
-        self._usage[key.name] = limits.release(self._usage[key.name], sequences)
-        self._count(key, Count.RUNNING, -sequences)
+        self._sequences.add(of_key(key.name), key.max_concurrent, -sequences)
 
     def look(self, keys: Iterable[ApiKey]) -> None:
-        """Take over what other front ends have admitted; to be called every ``LOOK_S``.
-
-        A bucket fills from when it was taken of, so that news that come late keep a key waiting.
-        """
+        """Take over what other front ends have admitted; to be called every ``LOOK_S``."""
         for key in keys:
-            self._of(key)
+            self._rates.take_news(key.name, key.requests_per_minute)
 
-    def _of(self, key: ApiKey) -> limits.KeyUsage:
-        usage = self._usage.get(key.name, limits.KeyUsage())
-        news = self._counts.news(of_key(key.name), Count.REQUESTS)
-        if news:
-            usage = limits.admitted_elsewhere(key, usage, news, self._clock())
-            self._usage[key.name] = usage
-        return usage
-
-    def _elsewhere(self, key: ApiKey) -> int:
-        return (
-            self._counts.running_elsewhere(of_key(key.name))
-            if key.max_concurrent is not None
-            else 0
-        )
-
-    def _count(self, key: ApiKey, count: Count, more: int) -> None:
-        self._counts.add(of_key(key.name), count, more)
-        limit = running_limit(key) if count is Count.RUNNING else None
-        if self._allowances is None or limit is None:
+    def _check_elsewhere(self, key: ApiKey, more: int) -> None:
+        if key.max_concurrent is None:
             return
-        if more > 0:
-            self._allowances.use(limit, more)
-        else:
-            self._allowances.end(limit, -more)
+        wait_s = self._sequences.refused(of_key(key.name), key.max_concurrent, more)
+        if wait_s is not None:
+            raise _too_many(
+                f"API key {key.name!r} has the sequences running that it may have, "
+                f"{key.max_concurrent} over all nodes. Wait until some have ended.",
+                wait_s,
+            )
+
+
+def _too_many(message: str, retry_after_s: float = _RETRY_S) -> TooManyRequests:
+    return TooManyRequests(
+        message, reason="concurrency_limit_exceeded", retry_after_s=retry_after_s
+    )

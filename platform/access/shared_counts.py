@@ -26,7 +26,6 @@ import struct
 from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
-from typing import Protocol
 
 _log = logging.getLogger("ray.serve")
 
@@ -57,47 +56,25 @@ class Count(IntEnum):
     TOKENS = 4
 
 
-class Counts(Protocol):
-    """A front end's own counts, and the sum of the others'."""
+class Counts:
+    """What a front end counts together with others; these are of one that is alone."""
 
     def add(self, name: str, count: Count, more: int) -> None:
         """Count ``more`` for a key or a model."""
 
     def running_elsewhere(self, name: str) -> int:
         """What other front ends have running for a name."""
+        return 0
 
     def news(self, name: str, count: Count) -> int:
         """What others have counted for a name since this was asked last; not for ``RUNNING``."""
+        return 0
 
     def add_connections(self, client: str, more: int) -> None:
         """Count connections of a client."""
 
     def connections_elsewhere(self, client: str) -> int:
         """A client's connections to other front ends; in rare cases with those of another one."""
-
-    @property
-    def all_connections_elsewhere(self) -> int: ...
-
-    def look(self) -> None:
-        """See which front ends have ended; to be called every ``LOOK_S``."""
-
-
-class OnlyOne:
-    """The counts of a front end beside which there is none."""
-
-    def add(self, name: str, count: Count, more: int) -> None:
-        pass
-
-    def running_elsewhere(self, name: str) -> int:
-        return 0
-
-    def news(self, name: str, count: Count) -> int:
-        return 0
-
-    def add_connections(self, client: str, more: int) -> None:
-        pass
-
-    def connections_elsewhere(self, client: str) -> int:
         return 0
 
     @property
@@ -105,7 +82,7 @@ class OnlyOne:
         return 0
 
     def look(self) -> None:
-        pass
+        """See which front ends have ended; to be called every ``LOOK_S``."""
 
 
 def of_key(name: str) -> str:
@@ -117,19 +94,11 @@ class NoPlaceError(Exception):
     """As many front ends run as there may be."""
 
 
-class SharedCounts:
+class SharedCounts(Counts):
     """The counts of one of several front ends, from its start to :meth:`close`."""
 
     def __init__(self, folder: Path, front_ends: int) -> None:
-        """Take a place among the front ends.
-
-        Args:
-            folder: of this run, and of all its front ends; it is made if it is not there.
-            front_ends: how many there are to be.
-
-        Raises:
-            NoPlaceError: others have all places.
-        """
+        """Take a place in a folder of this run; NoPlaceError: other front ends have all."""
         folder.mkdir(mode=0o700, exist_ok=True)
         files = [_File(folder / str(n)) for n in range(front_ends * _PLACES_PER_FRONT_END)]
         own = next((n for n, file in enumerate(files) if file.take()), None)

@@ -1,4 +1,9 @@
-"""Counts the tokens of API keys, and keeps those of the day over restarts."""
+"""Counts the tokens of API keys, and keeps those of the day over restarts.
+
+What a request costs is known when its answer has ended. So one is admitted as long as a token is
+left, and charged afterwards; what was taken too much is waited off before the next. The day's
+limit is a count that starts again at midnight UTC.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +11,18 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from loomserve.platform.access.allowances import Allowances
-from loomserve.platform.access.metrics import KeyMetrics
-from loomserve.platform.access.shared_counts import Count, Counts, OnlyOne, of_key
-from loomserve.platform.access.shared_limits import check_tokens_elsewhere, day_limit, tokens_limit
-from loomserve.platform.access.token_limits import (
-    TokenUsage,
-    charge_tokens,
-    check_tokens,
-    day_of,
-    is_limited,
-    tokens_left,
-)
+from loomserve.platform.access.policy.pools import Limit, LimitKind
+from loomserve.platform.access.rates import KeyRates
+from loomserve.platform.access.shared_counts import Count, Counts, of_key
 from loomserve.platform.base.clock import steady_unix_clock
+from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.base.files import replace_private
 from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.config import ApiKey, Server
@@ -30,11 +31,48 @@ _log = logging.getLogger("ray.serve")
 
 SAVE_S = 5.0
 """A gateway that dies forgets so much of what it charged last."""
+_DAY_S = 86_400
+_OVER = "token_limit_exceeded"
 
 
 def usage_path(server: Server) -> Path:
     """The file of the day's tokens of one platform: they differ in their ports."""
     return cache_folder() / f"tokens-{server.port}.json"
+
+
+class KeyMetrics:
+    """Metrics by API key; their labels are names of the configuration alone."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._tokens = Counter(
+            "loomserve_key_tokens",
+            "Tokens of answers that told their usage, by whose key asked.",
+            ["key", "kind"],
+            registry=registry,
+        )
+        self._file_up = Gauge(
+            "loomserve_keys_file_up",
+            "1: the newest keys file is in use; 0: it is wrong, and the keys before it hold.",
+            registry=registry,
+        )
+
+    def used(self, key: str, prompt: int, completion: int) -> None:
+        self._tokens.labels(key, "prompt").inc(prompt)
+        self._tokens.labels(key, "completion").inc(completion)
+
+    def set_file(self, *, up: bool) -> None:
+        self._file_up.set(up)
+
+
+class DayUse(NamedTuple):
+    """Tokens of one day, which is whole days of Unix time; the greater of two is the later."""
+
+    day: int = 0
+    tokens: int = 0
+
+    def on(self, day: int) -> int:
+        """Its tokens, if it is that day."""
+        return self.tokens if self.day == day else 0
 
 
 class TokenMeter:
@@ -55,69 +93,55 @@ class TokenMeter:
     ) -> None:
         """
         Args:
-            metrics: told of each charge.
             file: what the day's tokens are read from, and kept in.
             counts: what other front ends of the node charge; None: there is no other.
             allowances: what other nodes leave; None: there is no other.
-            clock: seconds, for the minute's limits.
             unix_clock: Unix seconds, for the day's; None: one that takes no steps.
         """
         self._metrics = metrics
         self._file = file
-        self._counts = counts or OnlyOne()
-        self._allowances = allowances
         self._shared = counts is not None
-        self._clock = clock
+        self._rates = KeyRates(
+            LimitKind.TOKENS, Count.TOKENS, counts or Counts(), allowances, clock, _OVER
+        )
+        self._allowances = allowances
         self._unix_clock = unix_clock or steady_unix_clock()
-        self._usage = _read_first(file)
-        self._kept: dict[str, TokenUsage] = {}
+        self._days = _read_first(file)
+        self._kept: dict[str, DayUse] = {}
         self._saved = self._text()
         self._unwritable = False
 
     def check(self, key: ApiKey) -> None:
-        """Check that a key may use another token.
-
-        Raises:
-            TooManyRequests: it has none left.
-        """
-        if not is_limited(key):
-            return
-        usage, unix_s = self._of(key), self._unix_clock()
-        check_tokens(key, usage, self._clock(), unix_s)
-        if self._allowances is not None:
-            check_tokens_elsewhere(self._allowances, key, usage, unix_s)
+        """Raise TooManyRequests unless a key may use another token."""
+        if key.tokens_per_minute is not None or key.tokens_per_day is not None:
+            self._take_news(key)
+            self._check_day(key)
+            self._rates.check(key.name, key.tokens_per_minute)
 
     def charge(self, key: ApiKey, prompt: int, completion: int) -> None:
         """Count the tokens of a request that ended."""
         if not (prompt or completion):
             return
+        self._take_news(key)
         self._metrics.used(key.name, prompt, completion)
-        tokens = prompt + completion
-        self._counts.add(of_key(key.name), Count.TOKENS, tokens)
-        limit = tokens_limit(key)
-        if self._allowances is not None and limit is not None:
-            self._allowances.use(limit, tokens)
-        self._charge(key, self._of(key), tokens)
+        self._rates.add(key.name, key.tokens_per_minute, prompt + completion)
+        self._charge_day(key, prompt + completion)
 
     def look(self, keys: Iterable[ApiKey]) -> None:
         """Take over what other front ends have charged; to be called every ``LOOK_S``."""
         for key in keys:
-            self._of(key)
+            self._take_news(key)
         kept, self._kept = self._kept, {}
-        for name, usage in kept.items():
-            own = self._usage.get(name, TokenUsage())
-            if (usage.day, usage.of_day) > (own.day, own.of_day):
-                self._usage[name] = replace(own, day=usage.day, of_day=usage.of_day)
+        for name, use in kept.items():
+            self._days[name] = max(self._days.get(name, DayUse()), use)
 
     def headers(self, key: ApiKey) -> list[tuple[bytes, bytes]]:
         """OpenAI's headers of the minute's limit; none without one."""
         rate = key.tokens_per_minute
         if rate is None:
             return []
-        left, full_in_s = tokens_left(rate, self._of(key), self._clock())
-        limit = tokens_limit(key)
-        if self._allowances is not None and limit is not None:
-            left = min(left, max(0, int(self._allowances.room(limit))))
+        self._take_news(key)
+        left, full_in_s = self._rates.left(key.name, rate)
         return [
             (b"x-ratelimit-limit-tokens", b"%d" % rate),
             (b"x-ratelimit-remaining-tokens", b"%d" % left),
@@ -141,32 +165,62 @@ class TokenMeter:
         else:
             self._saved, self._unwritable = text, False
 
-    def _of(self, key: ApiKey) -> TokenUsage:
-        usage = self._usage.get(key.name, TokenUsage())
-        news = self._counts.news(of_key(key.name), Count.TOKENS)
-        return self._charge(key, usage, news) if news else usage
+    def _take_news(self, key: ApiKey) -> None:
+        if news := self._rates.take_news(key.name, key.tokens_per_minute):
+            self._charge_day(key, news)
 
-    def _charge(self, key: ApiKey, usage: TokenUsage, tokens: int) -> TokenUsage:
-        unix_s = self._unix_clock()
-        charged = charge_tokens(key, usage, tokens, self._clock(), unix_s)
-        self._usage[key.name] = charged
-        limit = day_limit(key, day_of(unix_s))
-        if self._allowances is not None and limit is not None:
-            # Of a node, whoever of its front ends has used them.
-            self._allowances.use(limit, tokens, used=charged.of_day - tokens)
-        return charged
+    def _check_day(self, key: ApiKey) -> None:
+        most, unix_s = key.tokens_per_day, self._unix_clock()
+        if most is None:
+            return
+        day = _day_of(unix_s)
+        used, midnight_s = self._days.get(key.name, DayUse()).on(day), (day + 1) * _DAY_S
+        if used >= most:
+            raise TooManyRequests(
+                f"API key {key.name!r} has used its {most} tokens of this day. Try again "
+                f"from {datetime.fromtimestamp(midnight_s, UTC):%Y-%m-%d %H:%M} UTC.",
+                reason=_OVER,
+                retry_after_s=midnight_s - unix_s,
+            )
+        limit = _day_limit(key.name, day, most)
+        if self._allowances is not None and self._allowances.room(limit, used=used) < 1:
+            wait_s = self._allowances.refused(limit)
+            if self._allowances.is_used_up(limit):
+                wait_s = midnight_s - unix_s
+            raise TooManyRequests(
+                f"API key {key.name!r} is over its {most} tokens of this day, over all nodes. "
+                f"Try again in {wait_s:.1f} s.",
+                reason=_OVER,
+                retry_after_s=wait_s,
+            )
+
+    def _charge_day(self, key: ApiKey, tokens: int) -> None:
+        day = _day_of(self._unix_clock())
+        before = self._days.get(key.name, DayUse()).on(day)
+        self._days[key.name] = DayUse(day, before + tokens)
+        if self._allowances is not None and key.tokens_per_day is not None:
+            # Of a node, whichever of its front ends has used them.
+            limit = _day_limit(key.name, day, key.tokens_per_day)
+            self._allowances.use(limit, tokens, used=before)
 
     def _text(self) -> str:
-        day = day_of(self._unix_clock())
-        known = [*self._kept.items(), *self._usage.items()]
+        day = _day_of(self._unix_clock())
         tokens: dict[str, int] = {}
-        for name, usage in known:
-            if usage.day == day:
-                tokens[name] = max(usage.of_day, tokens.get(name, 0))
+        for name, use in [*self._kept.items(), *self._days.items()]:
+            if use.day == day:
+                tokens[name] = max(use.tokens, tokens.get(name, 0))
         return json.dumps({"day": day, "tokens": tokens})
 
 
-def _read_first(file: Path) -> dict[str, TokenUsage]:
+def _day_of(unix_s: float) -> int:
+    return int(unix_s // _DAY_S)
+
+
+def _day_limit(name: str, day: int, most: int) -> Limit:
+    return Limit(f"{of_key(name)} {day}", LimitKind.DAY, most)
+
+
+def _read_first(file: Path) -> dict[str, DayUse]:
     try:
         return _read(file)
     except OSError as error:
@@ -174,7 +228,7 @@ def _read_first(file: Path) -> dict[str, TokenUsage]:
     return {}
 
 
-def _read(file: Path) -> dict[str, TokenUsage]:
+def _read(file: Path) -> dict[str, DayUse]:
     """
     Raises:
         OSError: the file cannot be read; what it says is not lost by that.
@@ -182,10 +236,7 @@ def _read(file: Path) -> dict[str, TokenUsage]:
     try:
         kept = json.loads(file.read_text())
         day = int(kept["day"])
-        return {
-            str(name): TokenUsage(day=day, of_day=int(tokens))
-            for name, tokens in kept["tokens"].items()
-        }
+        return {str(name): DayUse(day, int(tokens)) for name, tokens in kept["tokens"].items()}
     except FileNotFoundError:
         pass
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body
 from pydantic import BaseModel, ConfigDict, Field
 
-from loomserve.platform.base.errors import BadRequest, NotFound, UnknownModel
+from loomserve.platform.adapters.table import no_such_adapter
+from loomserve.platform.base.errors import BadRequest, UnknownModel
 from loomserve.platform.base.reply import Ask
 from loomserve.platform.config import check_model_name
 from loomserve.platform.state import AdapterState, PlatformState
@@ -22,7 +23,6 @@ class AdapterRequest(BaseModel):
 
 
 def build_adapters_router(ask: Ask) -> APIRouter:
-    """The routes under ``/models/{model}/adapters``."""
     router = APIRouter(prefix="/models/{model:path}/adapters")
 
     @router.get("", response_model=list[AdapterState])
@@ -63,11 +63,7 @@ def _of(model: str, state: PlatformState) -> tuple[AdapterState, ...]:
 
 
 def _named(name: str, model: str, state: PlatformState) -> AdapterState:
-    adapters = _of(model, state)
-    for adapter in adapters:
-        if adapter.name == name:
-            return adapter
-    known = ", ".join(adapter.name for adapter in adapters) or "none"
-    raise NotFound(
-        f"model {model!r} has no adapter {name!r}; its adapters are: {known}", param="name"
-    )
+    adapters = {adapter.name: adapter for adapter in _of(model, state)}
+    if name not in adapters:
+        raise no_such_adapter(model, name, adapters)
+    return adapters[name]

@@ -1,4 +1,4 @@
-"""Adapters as processes tell each other of them."""
+"""Messages between processes about adapters."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Adapter(_Message):
 
     @property
     def key(self) -> str:
-        """By which engines and routers tell its KV from that of others, and of other weights."""
+        """Tells its KV from that of other adapters, and of other weights of this name."""
         return f"{self.name}@{self.digest}"
 
 
 class AdapterReport(_Message):
-    """What a replica says of an adapter that it shall have."""
+    """A replica's report on an adapter that it was told to load."""
 
     id: int
     problem: str = Field("", description="Why it does not have it; empty: it has it.")
 
 
 class AdapterOrder(_Message):
-    """All adapters that a replica shall have."""
+    """All adapters that a replica has to load."""
 
     adapters: tuple[Adapter, ...]
 

@@ -28,7 +28,6 @@ class AdapterMetrics:
         self._known: set[tuple[str, str]] = set()
 
     def set_adapters(self, routes: Iterable[AdapterRoute]) -> None:
-        """Set which adapters there are, and how many replicas have each."""
         having = {
             (route.adapter.model, route.adapter.name): len(route.replicas)
             for route in routes
@@ -41,5 +40,4 @@ class AdapterMetrics:
         self._known = set(having)
 
     def finished(self, model: str, adapter: str, status: int) -> None:
-        """Count a request that ended."""
         self._requests.labels(model, adapter, str(status)).inc()

@@ -55,13 +55,13 @@ def check_adapter(folder: Path, max_rank: int, base: Mapping[str, Shape] | None)
     """Check an adapter, reading no more than headers of its tensors; returns its rank.
 
     Args:
-        folder: that of its two files.
-        max_rank: the largest that its model takes.
-        base: shapes of the model's tensors; None: they are not known here.
+        folder: The folder of its two files.
+        max_rank: The largest that its model takes.
+        base: Shapes of the model's tensors; None: they are not known here.
 
     Raises:
-        ConfigError: a file is missing or damaged, it is none that vLLM computes, its rank is too
-            large, or it is of another model; names the file and the field.
+        ConfigError: a file is missing or damaged, vLLM does not compute it, its rank is too large,
+            or it is of another model; names the file and the field.
     """
     rank = _check_config(folder / CONFIG_FILE, max_rank)
     modules = _modules(folder / WEIGHTS_FILE)
@@ -71,11 +71,7 @@ def check_adapter(folder: Path, max_rank: int, base: Mapping[str, Shape] | None)
 
 
 def base_shapes(folder: Path) -> dict[str, Shape]:
-    """The shapes of a model's tensors, by their names.
-
-    Raises:
-        ConfigError: the folder is damaged.
-    """
+    """Shapes of a model's tensors by name; raises ``ConfigError`` if the folder is damaged."""
     shapes: dict[str, Shape] = {}
     for path in weight_files(folder):
         shapes |= _shapes(path)
@@ -117,7 +113,6 @@ def _check_fields(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _modules(path: Path) -> dict[str, _Module]:
-    """The modules that an adapter's tensors change."""
     if not path.is_file():
         others = ", ".join(sorted(each.name for each in path.parent.glob("adapter_model.*")))
         raise ConfigError(
@@ -174,7 +169,7 @@ def _check_module(
 
 
 def _base_shape(path: Path, name: str, base: Mapping[str, Shape]) -> Shape | None:
-    """The shape of the module's weight in the model; None: it is kept in another form."""
+    """Shape of the module's weight in the model; None: it is kept in another form."""
     if (shape := base.get(f"{name}.weight")) is not None:
         return shape
     # Quantised weights have other names and shapes. What the model has nowhere under such a name

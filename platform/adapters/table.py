@@ -1,4 +1,4 @@
-"""The adapters that there are: those of the configuration, as operators have changed them since."""
+"""Adapters of the configuration, as operators have changed them since."""
 
 from __future__ import annotations
 
@@ -15,27 +15,32 @@ ROOM = 2
 
 
 class AdapterWish(BaseModel):
-    """An adapter as it is kept for a controller that is started anew."""
+    """An adapter as it is kept for the next controller."""
 
     model_config = ConfigDict(frozen=True)
 
     adapter: Adapter
     leaves_at: float | None = Field(
-        None,
-        description="It leaves, with what it has, by then, in monotonic seconds; None: no.",
+        None, description="It leaves, with what it has, by then, in monotonic seconds; None: no."
+    )
+
+
+def no_such_adapter(model: str, name: str, known: Iterable[str]) -> NotFound:
+    names = ", ".join(known) or "none"
+    return NotFound(
+        f"model {model!r} has no adapter {name!r}; its adapters are: {names}", param="name"
     )
 
 
 class AdapterTable:
     """All adapters; times are monotonic seconds of the caller's one clock.
 
-    An adapter with other weights is another one, with another number, also under the same name. The
-    one before *leaves*: nobody gets it any more, and engines have it for a while, for the requests
-    that they are answering.
+    An adapter with other weights is another one with another number, also under the same name. The
+    one before *leaves*: no new request gets it, and engines keep it for ``leave_s``, for the
+    requests that they are answering.
     """
 
     def __init__(self, leave_s: float) -> None:
-        """``leave_s``: for so long an adapter is with engines after it was replaced or unloaded."""
         self._leave_s = leave_s
         self._adapters: dict[str, Adapter] = {}
         self._tried: Adapter | None = None
@@ -51,16 +56,16 @@ class AdapterTable:
         return tuple(sorted(self._adapters))
 
     def of(self, model: str) -> tuple[Adapter, ...]:
-        """Those of a model that clients may ask for, by name."""
+        """Adapters of a model that clients may ask for, by name."""
         return tuple(one for _, one in sorted(self._adapters.items()) if one.model == model)
 
     def wanted(self, model: str, now: float) -> tuple[Adapter, ...]:
-        """Those that a replica of the model shall have: also one that is tried, or leaves."""
+        """Adapters that a replica of the model loads: also one that is tried, or leaves."""
         tried = (self._tried,) if self._tried is not None and self._tried.model == model else ()
         return (*self.of(model), *tried, *self.leaving(model, now))
 
     def leaving(self, model: str, now: float) -> tuple[Adapter, ...]:
-        """Those of a model that only go on with the requests that they have."""
+        """Adapters of a model that only go on with the requests that they have."""
         self._leaving = {n: (one, at) for n, (one, at) in self._leaving.items() if now < at}
         return tuple(one for one, _ in self._leaving.values() if one.model == model)
 
@@ -69,17 +74,12 @@ class AdapterTable:
         return {name: said for (of, name), said in self._problems.items() if of == model}
 
     def note_problem(self, model: str, name: str, source: str, problem: str) -> None:
-        """Note why a model has not got an adapter of the configuration."""
         self._problems[model, name] = source, problem
 
     def check(self, model: Model, name: str, taken: Mapping[str, str], now: float) -> None:
         """Check that a model may get an adapter of this name.
 
-        Args:
-            model: the model.
-            name: the adapter's.
-            taken: other names that clients ask for, each with what has it.
-            now: the time.
+        ``taken`` maps other names that clients ask for to what has each.
 
         Raises:
             Conflict: another has the name, or the model takes no adapters, or no more of them.
@@ -117,9 +117,9 @@ class AdapterTable:
             )
 
     def try_out(self, model: str, name: str, source: str, digest: str, rank: int) -> Adapter | None:
-        """An adapter that engines are to be given first; None: the model has the very one.
+        """An adapter that engines are to be given first; None: the model has the very same.
 
-        It is either put or given up afterwards.
+        It is either :meth:`put` or :meth:`give_up` afterwards.
         """
         before = self._adapters.get(name)
         if before is not None and before.digest == digest:
@@ -140,35 +140,17 @@ class AdapterTable:
         self._problems.pop((adapter.model, adapter.name), None)
 
     def give_up(self) -> None:
-        """The adapter that was tried does not come."""
         self._tried = None
 
     def delete(self, model: str, name: str, now: float) -> None:
-        """
-        Raises:
-            NotFound: the model has no such adapter.
-        """
-        self.named(model, name)
-        self._leave(name, now)
-
-    def named(self, model: str, name: str) -> Adapter:
-        """
-        Raises:
-            NotFound: the model has no such adapter.
-        """
+        """Unload an adapter; raises ``NotFound`` if the model has no such."""
         adapter = self._adapters.get(name)
         if adapter is None or adapter.model != model:
-            known = ", ".join(one.name for one in self.of(model)) or "none"
-            raise NotFound(
-                f"model {model!r} has no adapter {name!r}; its adapters are: {known}", param="name"
-            )
-        return adapter
+            raise no_such_adapter(model, name, [one.name for one in self.of(model)])
+        self._leave(name, now)
 
     def check_free(self, names: Iterable[str]) -> None:
-        """
-        Raises:
-            Conflict: an adapter has one of these names.
-        """
+        """Raises ``Conflict`` if an adapter has one of these names."""
         for name in names:
             if name in self._adapters:
                 raise Conflict(
@@ -178,16 +160,15 @@ class AdapterTable:
                 )
 
     def forget(self, model: str) -> None:
-        """Forget all of a model that is gone."""
         self._adapters = {name: one for name, one in self._adapters.items() if one.model != model}
         self._leaving = {
-            number: (one, at) for number, (one, at) in self._leaving.items() if one.model != model
+            n: (one, at) for n, (one, at) in self._leaving.items() if one.model != model
         }
         self._problems = {key: said for key, said in self._problems.items() if key[0] != model}
 
     @property
     def wishes(self) -> tuple[AdapterWish, ...]:
-        """All that is to be known to a controller after this one."""
+        """All that the next controller has to know."""
         stay = [AdapterWish(adapter=one) for one in self._adapters.values()]
         leave = [AdapterWish(adapter=one, leaves_at=at) for one, at in self._leaving.values()]
         return (*stay, *leave)

@@ -19,7 +19,6 @@ _EXAMPLES: dict[str, Any] = {
 
 
 def build_aliases_router(ask: Ask) -> APIRouter:
-    """The routes under ``/aliases``."""
     router = APIRouter(prefix="/aliases")
 
     @router.get("", response_model=list[AliasState])

@@ -10,8 +10,6 @@ from loomserve.platform.state import AliasState
 
 
 class AliasTable:
-    """All aliases, by name."""
-
     def __init__(
         self,
         configured: Mapping[str, Alias],
@@ -19,19 +17,13 @@ class AliasTable:
         models: Collection[str] = (),
         batch_only: Collection[str] = (),
     ) -> None:
-        """
-        Args:
-            configured: aliases of the configuration.
-            models: names of its models, which no alias may have, loaded or not.
-            batch_only: names of its offline models.
-        """
+        """``models``: configured names, loaded or not; ``batch_only``: offline models."""
         self._aliases = dict(configured)
         self._configured = frozenset(models)
         self._batch_only = frozenset(batch_only)
 
     @classmethod
     def of(cls, config: Config) -> AliasTable:
-        """Those of a configuration."""
         return cls(
             config.aliases,
             models=[model.name for model in config.models],
@@ -46,29 +38,17 @@ class AliasTable:
 
     @property
     def all(self) -> dict[str, Alias]:
-        """Sorted by their names."""
         return dict(sorted(self._aliases.items()))
 
     @property
     def states(self) -> tuple[AliasState, ...]:
-        """As operators see them."""
         return tuple(
             AliasState(name=name, models=alias.models, sticky=alias.sticky)
             for name, alias in self.all.items()
         )
 
     def put(self, name: str, alias: Alias, loaded: Collection[str]) -> None:
-        """Make an alias, or have one stand for something else.
-
-        Args:
-            name: its name.
-            alias: what it stands for from now on.
-            loaded: names of the models that there are.
-
-        Raises:
-            Conflict: a model has the name.
-            BadRequest: the name is none, or something that it stands for is no model.
-        """
+        """Make or change an alias; raises Conflict for a model's name, else BadRequest."""
         if name in {*self._configured, *self._batch_only, *loaded}:
             raise Conflict(
                 f"a model is named {name!r} already; give the alias another name", param="name"
@@ -85,20 +65,14 @@ class AliasTable:
         self._aliases[name] = alias
 
     def delete(self, name: str) -> None:
-        """
-        Raises:
-            NotFound: there is no such alias.
-        """
+        """Raises NotFound if there is no such alias."""
         if name not in self._aliases:
             known = ", ".join(sorted(self._aliases)) or "none"
             raise NotFound(f"there is no alias {name!r}; the aliases are: {known}", param="name")
         del self._aliases[name]
 
     def check_model_name(self, name: str) -> None:
-        """
-        Raises:
-            Conflict: a model is to have the name of an alias.
-        """
+        """Raises Conflict if an alias has the name."""
         if name in self._aliases:
             raise Conflict(
                 f"{name!r} is an alias; delete it first, or give the model another name",
@@ -106,5 +80,4 @@ class AliasTable:
             )
 
     def restore(self, aliases: Mapping[str, Alias]) -> None:
-        """Take over what an earlier controller had."""
         self._aliases = dict(aliases)

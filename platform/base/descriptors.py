@@ -22,13 +22,12 @@ def raise_limit() -> None:
 
 
 def limit() -> int:
-    """How many this process may have."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else soft
 
 
 def for_clients() -> int:
-    """How many there may be when a client is let in, all others of the process among them.
+    """How many there may be when a client is let in, all others of the process included.
 
     The rest, a fourth or 256, is for engines that come, files, and what libraries open.
     """

@@ -1,31 +1,7 @@
 """One exception tree; each class knows its HTTP status and its place in OpenAI's error body.
 
-::
-
-    LoomserveError
-    ├── ConfigError                      refuse to start: the user must change the config
-    ├── StartError                       refuse to start: the machine cannot do what the config asks
-    ├── RayEnded                         stop serving: what all runs on has ended by itself
-    └── RequestError                     answered to the client
-        ├── BadRequest            400    fix your request
-        │   ├── ContextTooLong    400
-        │   └── UnexpectedBody    400
-        ├── Unauthorized          401
-        ├── Forbidden             403
-        ├── NotFound              404
-        │   ├── NothingThere      404
-        │   └── UnknownModel      404
-        ├── MethodNotAllowed      405    use a method named in Allow
-        ├── RequestTimeout        408
-        ├── Conflict              409
-        ├── BodyTooLarge          413
-        ├── UnsupportedBody       415    send it in another form
-        ├── TooManyRequests       429    retry later (Retry-After)
-        ├── HeadTooLarge          431
-        ├── InternalError         500    we are broken
-        ├── EngineGone            502    the engine died while it worked on this request
-        └── Unavailable           503    retry later (Retry-After)
-            └── TakenOver         503    who answers is no longer the owner: another one is
+A :class:`ConfigError` or :class:`StartError` refuses to start, and :class:`RayEnded` stops serving.
+A :class:`RequestError` is answered to one client.
 """
 
 # The request errors bear the names of the HTTP statuses, which do not end in Error.
@@ -34,7 +10,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
+
+_CLOSE = MappingProxyType({"Connection": "close"})
 
 
 class LoomserveError(Exception):
@@ -63,6 +43,7 @@ class RequestError(LoomserveError):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     reason: ClassVar[str] = "internal_error"
+    own_headers: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def __init__(
         self,
@@ -91,9 +72,9 @@ class RequestError(LoomserveError):
 
     def headers(self) -> dict[str, str]:
         if self.retry_after_s is None:
-            return {}
+            return {**self.own_headers}
         # Retry-After is in whole seconds; rounding down would invite a retry that fails again.
-        return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+        return {"Retry-After": str(max(1, math.ceil(self.retry_after_s))), **self.own_headers}
 
 
 class BadRequest(RequestError):
@@ -108,19 +89,15 @@ class ContextTooLong(BadRequest):
 
 class UnexpectedBody(BadRequest):
     reason = "unexpected_body"
-
-    def headers(self) -> dict[str, str]:
-        # Who may have meant the body for a request of its own must not go on here.
-        return {**super().headers(), "Connection": "close"}
+    # Who may have meant the body for a request of its own must not go on here.
+    own_headers = _CLOSE
 
 
 class Unauthorized(RequestError):
     status = 401
     type = "authentication_error"
     reason = "invalid_api_key"
-
-    def headers(self) -> dict[str, str]:
-        return {**super().headers(), "WWW-Authenticate": "Bearer"}
+    own_headers = MappingProxyType({"WWW-Authenticate": "Bearer"})
 
 
 class Forbidden(RequestError):
@@ -162,10 +139,8 @@ class RequestTimeout(RequestError):
     status = 408
     type = "timeout_error"
     reason = "timeout"
-
-    def headers(self) -> dict[str, str]:
-        # The client may still be sending; what comes next on the connection is not a request.
-        return {**super().headers(), "Connection": "close"}
+    # The client may still be sending; what comes next on the connection is not a request.
+    own_headers = _CLOSE
 
 
 class Conflict(RequestError):
@@ -178,10 +153,8 @@ class BodyTooLarge(RequestError):
     status = 413
     type = "invalid_request_error"
     reason = "body_too_large"
-
-    def headers(self) -> dict[str, str]:
-        # The rest of the body is unwanted, and only closing the connection stops it.
-        return {**super().headers(), "Connection": "close"}
+    # The rest of the body is unwanted, and only closing the connection stops it.
+    own_headers = _CLOSE
 
 
 class UnsupportedBody(RequestError):
@@ -190,9 +163,7 @@ class UnsupportedBody(RequestError):
     status = 415
     type = "invalid_request_error"
     reason = "unsupported_media_type"
-
-    def headers(self) -> dict[str, str]:
-        return {**super().headers(), "Accept-Encoding": "identity"}
+    own_headers = MappingProxyType({"Accept-Encoding": "identity"})
 
 
 class TooManyRequests(RequestError):

@@ -15,9 +15,8 @@ _OLD = 20
 def keep_heap() -> None:
     """Have the collector leave alone what is there now, and look at what comes less often.
 
-    What a model's front end is made of, some hundreds of thousands of objects, is gone through
-    again and again otherwise, half a second each time. To be called after something large has come;
-    it takes no time.
+    Otherwise it goes through a model's front end, some hundreds of thousands of objects, again and
+    again, half a second each time. To be called after something large has come; it takes no time.
     """
     gc.freeze()
     gc.set_threshold(_YOUNG, _MIDDLE, _OLD)
@@ -26,7 +25,7 @@ def keep_heap() -> None:
 def settle_heap() -> None:
     """Collect what was kept and is used no more, and keep the rest.
 
-    To be called after something large has gone: all of the process waits for half a second or more.
+    To be called after something large has gone: the process waits for half a second or more.
     """
     gc.unfreeze()
     gc.collect()

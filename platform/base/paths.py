@@ -15,10 +15,7 @@ def cache_folder() -> Path:
 
 
 def check_private(folder: Path, setting: str) -> None:
-    """Check that a folder of users' data is the platform's user's, and nobody else gets into it.
-
-    Args:
-        setting: The field of the configuration that names the folder.
+    """Check that a folder of users' data, named by a ``setting``, is this user's alone.
 
     Raises:
         StartError: it is another's, or open to others.

@@ -16,16 +16,11 @@ async def every(
     errors: type[Exception] | tuple[type[Exception], ...] = Exception,
     retry_s: float | None = None,
 ) -> NoReturn:
-    """Repeat ``work`` until the task is cancelled.
+    """Repeat ``work`` until the task is cancelled, which cancels the run in progress too.
 
-    Args:
-        period_s: sleep between the end of one run and the start of the next.
-        work: what is repeated; cancelling the task cancels the run in progress.
-        delay_s: sleep before the first run.
-        failed: told each of ``errors``, after which ``work`` is repeated; None: the first error
-            ends the task.
-        errors: those that ``failed`` is told; all others end the task.
-        retry_s: sleep after an error; None: ``period_s``.
+    There are ``period_s`` seconds from the end of one run to the next, and ``delay_s`` before the
+    first. ``failed`` is told each of ``errors``, after which ``retry_s`` (None: ``period_s``) pass;
+    without it, as with other errors, the first one ends the task.
     """
     await asyncio.sleep(delay_s)
     while True:

@@ -21,6 +21,12 @@ def plain_reason(words: str) -> str:
     return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message; its class if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
+
+
 def last_line(words: str) -> str:
     """The last line that says something; empty: none does."""
     return next((line.strip() for line in reversed(words.splitlines()) if line.strip()), "")
@@ -32,9 +38,9 @@ def reason_of_traceback(words: str) -> str:
     starts = [at for at, line in enumerate(lines) if _LEADING.match(line)]
     if not starts:
         return plain_reason(last_line(words))
-    told = [lines[starts[-1]]]
+    last = [lines[starts[-1]]]
     for line in lines[starts[-1] + 1 :]:
         if not line.strip() or line.startswith(("Traceback", "  File", "During handling")):
             break
-        told.append(line)
-    return plain_reason("\n".join(told))
+        last.append(line)
+    return plain_reason("\n".join(last))

@@ -30,10 +30,7 @@ class Reply(Generic[T]):
     error: RequestError | None = None
 
     def get(self) -> T:
-        """
-        Raises:
-            RequestError: the actor refused.
-        """
+        """The value; ``RequestError`` if the actor refused."""
         if self.error is not None:
             raise self.error
         return cast("T", self.value)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class LoggedRequest:
-    """What lines about a request tell of it, as far as it is known."""
+    """What log lines about a request contain, as far as it is known."""
 
     request_id: str
     model: str | None = None
@@ -17,7 +17,7 @@ class LoggedRequest:
 
 
 logged_request: ContextVar[LoggedRequest | None] = ContextVar("logged_request", default=None)
-"""The request at hand, in processes whose logs tell it."""
+"""The request at hand, in processes whose logs contain it."""
 
 
 def add_request(record: logging.LogRecord) -> bool:

@@ -1,8 +1,8 @@
 """Durable SQLite databases, shared by threads, each with one owner at a time.
 
-An owner takes a database over with a number, its *generation*, one more than the last owner's. All
-that an owner of an earlier generation still tries to change is refused, so that one that hung, or
-was cut off, and goes on beside its successor changes nothing.
+An owner takes a database over with a number, its *generation*, one more than the last owner's. What
+an owner of an earlier generation still tries to change is refused, so one that hung, or was cut
+off, and goes on beside its successor changes nothing.
 """
 
 from __future__ import annotations
@@ -35,12 +35,7 @@ class OtherVersionError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SqlSchema:
-    """Tables of a database.
-
-    Attributes:
-        tables: The statements that create them.
-        version: Grows with each change of them; the database keeps it as ``user_version``.
-    """
+    """Statements that create tables, and a version (``user_version``) that grows with changes."""
 
     tables: str
     version: int
@@ -55,8 +50,7 @@ class Database:
     def __init__(self, path: Path, schema: SqlSchema, *, busy_timeout_s: float) -> None:
         """Open the database, and make the tables of a new one.
 
-        Args:
-            busy_timeout_s: How long a statement waits for another connection's lock.
+        A statement waits ``busy_timeout_s`` for another connection's lock.
 
         Raises:
             OtherVersionError: its version is not ``schema.version``.
@@ -85,10 +79,7 @@ class Database:
         return self._generation
 
     def check_owner(self) -> None:
-        """
-        Raises:
-            TakenOver: another owner has taken the database over.
-        """
+        """``TakenOver`` if another owner has taken the database over."""
         with self._lock:
             self._check_owner()
 
@@ -100,8 +91,7 @@ class Database:
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Commit what the block does; undo all of it if the block or the commit fails.
 
-        Raises:
-            TakenOver: another owner has taken the database over; the block is not entered.
+        ``TakenOver``, and the block is not entered: another owner has taken the database over.
         """
         with self._transaction() as db:
             self._check_owner()
@@ -163,3 +153,26 @@ class Database:
             connection.close()
             raise
         return connection
+
+
+class LatestGeneration:
+    """What one receiver of orders has heard of.
+
+    All that an owner orders bears its generation (:meth:`Database.take_over`). Who keeps to the
+    latest one is not moved by an order that an earlier owner gave late.
+    """
+
+    def __init__(self) -> None:
+        self._latest = 0
+
+    def admits(self, generation: int) -> bool:
+        """Whether an order counts: none of a later generation has come."""
+        if generation < self._latest:
+            return False
+        self._latest = generation
+        return True
+
+    def check(self, generation: int) -> None:
+        """``TakenOver`` if an order does not count."""
+        if not self.admits(generation):
+            raise TakenOver("another owner has taken over: send it again")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from loomserve.platform.aliases.policy.choice import present
@@ -15,19 +15,28 @@ from loomserve.platform.batch.executor import (
     ServedModel,
 )
 from loomserve.platform.batch.live import LiveBatch, RunningLine
-from loomserve.platform.batch.policy.admission import LineQueue, LineStart, admit, in_turn
-from loomserve.platform.batch.policy.fairness import TokenCounters
+from loomserve.platform.batch.policy.admission import (
+    EngineCapacity,
+    InFlightLine,
+    LineQueue,
+    LineStart,
+    TokenCounters,
+    admit,
+    in_turn,
+)
 from loomserve.platform.batch.policy.objects import BatchRecord
-from loomserve.platform.batch.snapshot import STALE_S, engines
+from loomserve.platform.state.roles import Role
+from loomserve.routers.snapshot import RoutingStats
 
 Started = tuple[LiveBatch, RunningLine]
 
+STALE_S = 10.0
+"""An engine whose last heartbeat is older gets no lines."""
+
 
 class Dispatcher:
-    """Batches in progress, whose lines take turns.
-
-    ``now`` is seconds of the lane's clock, ``load_now`` of the clock of engines' load reports.
-    """
+    """Batches in progress, whose lines take turns. ``now`` is seconds of the lane's clock,
+    ``load_now`` of the clock of engines' load reports."""
 
     def __init__(self, concurrency: int) -> None:
         """``concurrency``: most lines with engines at once, not counting executors' own queues."""
@@ -165,3 +174,47 @@ class Dispatcher:
 
 def _owner(record: BatchRecord) -> tuple[str, str]:
     return "owner", record.owner
+
+
+def engines(
+    known: Mapping[str, RoutingStats], running: Iterable[RunningLine], now: float
+) -> list[EngineCapacity]:
+    """The engines of a model that may get lines; those that only prefill count if there is no
+    other. ``running``: lines with engines of any model, and lines that ended a moment ago. ``now``
+    is monotonic seconds of this process, as are the times of ``known``, the last heartbeats by
+    id."""
+    decoding = {name: stats for name, stats in known.items() if stats.role is not Role.PREFILL}
+    lines = list(running)
+    return [
+        engine
+        for name, stats in (decoding or known).items()
+        if (engine := _engine(name, stats, lines, now)) is not None
+    ]
+
+
+def _engine(
+    name: str, stats: RoutingStats, lines: list[RunningLine], now: float
+) -> EngineCapacity | None:
+    load, capacity = stats.load, stats.kv_capacity_tokens
+    if stats.draining or load is None or not capacity or now - load.measured_at > STALE_S:
+        return None
+    measured_at = load.measured_at
+    return EngineCapacity(
+        id=name,
+        places=stats.max_running,
+        capacity=capacity,
+        running=load.running,
+        waiting=load.waiting,
+        used=load.kv_cache_usage * capacity,
+        lines=tuple(
+            InFlightLine(
+                run.work(now, load.step_time_s),
+                measured=run.started_s <= measured_at,
+                ended=run.ended_s is not None,
+                batch=run.batch,
+                alone=run.alone,
+            )
+            for run in lines
+            if run.engine == name and (run.ended_s is None or run.ended_s > measured_at)
+        ),
+    )

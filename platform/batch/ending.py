@@ -20,13 +20,11 @@ _KINDS = {True: "output", False: "error"}
 def end(
     store: BatchStore, folder: BatchFolder, batch: BatchRecord, retention_s: float, now: float
 ) -> BatchRecord:
-    """End a batch that is finalizing or cancelling; repeating it after a crash is safe.
-
-    So is another lane that takes over meanwhile: each has files of its own.
+    """End a batch that is finalizing or cancelling; repeating it after a crash is safe, and so is
+    another lane that takes over meanwhile: each has files of its own.
 
     One transaction makes both files known, once they are whole and in their places. What fails
-    before, a full disk most of all, leaves neither of them behind; what is written again replaces
-    what there is.
+    before, a full disk most of all, leaves neither behind.
     """
     ids = {ok: _file_id(batch.id, kind, store.generation) for ok, kind in _KINDS.items()}
     try:
@@ -82,8 +80,6 @@ def _synced(stream: BinaryIO) -> int:
 
 def _file_id(batch_id: str, kind: str, generation: int) -> str:
     """Id of a batch's file: a lane's always the same, and guessed by nobody, as the batch's is not.
-
-    A lane of an earlier generation that goes on beside its successor writes and removes others.
-    """
+    A lane of an earlier generation that goes on beside its successor writes and removes others."""
     name = f"{batch_id} {kind} {generation}"
     return "file-" + hashlib.sha256(name.encode()).hexdigest()[:32]

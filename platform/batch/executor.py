@@ -16,7 +16,6 @@ class LineCall:
 
     Attributes:
         owner: Name of the API key that it is computed for; empty: no key is needed.
-        model: Name of the model that takes it.
         engine: Id of the engine that takes it; None: the platform knows no such model.
         left_s: Seconds until its batch's window ends.
         expected_tokens: Returns the predicted tokens of one answer, which change as lines finish.
@@ -51,10 +50,8 @@ class LineOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """The result of a call: an HTTP status and a JSON body on one line.
-
-    ``ended`` names the engine that ended, if it was another than the call's.
-    """
+    """The result of a call: an HTTP status and a JSON body on one line. ``ended`` names the engine
+    that ended, if it was another than the call's."""
 
     outcome: LineOutcome
     status: int
@@ -80,13 +77,8 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class QueuedModel:
-    """A model whose executor queues lines and forms batches of them itself.
-
-    Attributes:
-        engine: Id of its one engine.
-        places: Most lines in its queue and its batch together; 0: it is not ready.
-        predictor: Name of the predictor of its answers' lengths, if it has one.
-    """
+    """A model whose executor queues lines and forms batches of them itself. Its queue and its batch
+    have ``places`` lines at most together; 0: it is not ready."""
 
     max_model_len: int | None
     engine: str

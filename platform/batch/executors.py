@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from loomserve.platform.access.key_models import check_model
+from loomserve.platform.access.keys import check_model
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.errors import Forbidden, Unavailable
 from loomserve.platform.batch.executor import (
@@ -19,17 +19,13 @@ from loomserve.platform.batch.offline.queue import OfflineQueue, refused
 
 
 class CombinedExecutor:
-    """Executor that sends a line to the offline model of that name, else to the engines.
-
-    It checks that a line's key may use the offline model; for other models the gateway does.
-    """
+    """Executor that sends a line to the offline model of that name, else to the engines. It checks
+    that a line's key may use the offline model; for other models the gateway does."""
 
     def __init__(
         self, engines: LineExecutor, offline: Mapping[str, OfflineQueue], keys: LiveKeys
     ) -> None:
-        self._engines = engines
-        self._offline = offline
-        self._keys = keys
+        self._engines, self._offline, self._keys = engines, offline, keys
 
     async def models(self) -> KnownModels | None:
         served = await self._engines.models()

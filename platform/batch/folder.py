@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from loomserve.platform.base.errors import StartError, Unavailable
+from loomserve.platform.base.files import sync_folder
 from loomserve.platform.base.paths import cache_folder, check_private
 from loomserve.platform.config import Config
 
@@ -28,11 +28,8 @@ class BatchFolder:
         return self.path / "lane.sqlite"
 
     def claim(self, timeout_s: float) -> None:
-        """Make the folder and own it until :meth:`release` or the end of the process.
-
-        Raises:
-            StartError: another lane owns it, others can read it, or it cannot be written.
-        """
+        """Make the folder and own it until :meth:`release` or the end of the process. Raises
+        StartError if another lane owns it, others can read it, or it cannot be written."""
         try:
             for one in (self.path, self._files, self._incoming):
                 one.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -51,7 +48,6 @@ class BatchFolder:
         self._lock.release()
 
     def incoming(self, file_id: str) -> Path:
-        """Path of a file that is still being written."""
         return self._incoming / file_id
 
     def blob(self, file_id: str) -> Path:
@@ -60,18 +56,11 @@ class BatchFolder:
 
     def publish(self, file_id: str) -> None:
         """Move a file that was written and synced from ``incoming`` to its place, durably."""
-        os.replace(self.incoming(file_id), self.blob(file_id))
-        folder = os.open(self._files, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        self.incoming(file_id).replace(self.blob(file_id))
+        sync_folder(self._files)
 
     def check_room(self, least: int) -> None:
-        """
-        Raises:
-            Unavailable: fewer than ``least`` bytes are free.
-        """
+        """Raises Unavailable if fewer than ``least`` bytes are free."""
         if shutil.disk_usage(self.path).free < least:
             raise Unavailable(
                 "there is no room for files of batches now: delete files that you no longer need, "

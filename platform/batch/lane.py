@@ -22,8 +22,7 @@ from loomserve.platform.batch.lifecycle import BatchLifecycle
 from loomserve.platform.batch.line_runner import LineRunner
 from loomserve.platform.batch.policy.objects import BatchRecord
 from loomserve.platform.batch.policy.status import BatchStatus
-from loomserve.platform.batch.store.store import BatchStore
-from loomserve.platform.batch.store.thread import StoreThread
+from loomserve.platform.batch.store.store import BatchStore, StoreThread
 from loomserve.platform.config import Batch
 from loomserve.platform.state import BatchLaneState, BatchState
 
@@ -54,20 +53,27 @@ class BatchLane:
         self._clock = clock
         self._thread = StoreThread()
         self._runner = LineRunner(
-            *(store, self._thread, folder, executor, options.concurrency),
+            store,
+            self._thread,
+            folder,
+            executor,
+            options.concurrency,
             estimator=estimator or LengthEstimator(folder),
             clock=clock,
         )
         self._lifecycle = BatchLifecycle(
-            *(store, self._thread, folder, self._runner, options), max_body=max_body, clock=clock
+            store,
+            self._thread,
+            folder,
+            self._runner,
+            options,
+            max_body=max_body,
+            clock=clock,
         )
 
     async def run(self) -> None:
-        """Work until cancelled; after an error, try again.
-
-        Raises:
-            TakenOver: another lane has the store; all that is with engines is taken from them.
-        """
+        """Work until cancelled; after an error, try again. Raises TakenOver if another lane has the
+        store; all that is with engines is taken from them."""
         work = (self._runner.dispatch, self._runner.store_answers, self._lifecycle.advance_all)
         try:
             async with asyncio.TaskGroup() as group:
@@ -122,18 +128,10 @@ class BatchLane:
         )
 
     def state_of(self, batch: BatchRecord) -> BatchState:
-        """One batch, for operators."""
         live = self._runner.live.get(batch.id)
         return BatchState(
-            id=batch.id,
+            **batch.model_dump(include=set(BatchState.model_fields)),
             api_key=batch.owner,
-            status=batch.status,
-            endpoint=batch.endpoint,
-            created_at=batch.created_at,
-            expires_at=batch.expires_at,
-            total=batch.total,
-            completed=batch.completed,
-            failed=batch.failed,
             in_flight=len(live.running) if live else 0,
             eta_s=live.eta_s if live else None,
             late=live.late if live else False,

@@ -17,10 +17,10 @@ from loomserve.platform.batch.live import LiveBatch
 from loomserve.platform.batch.policy.lengths import LineLength
 from loomserve.platform.batch.policy.lines import BatchLine, parse
 from loomserve.platform.batch.policy.objects import BatchRecord
-from loomserve.platform.lengths.predict.request import query_of
+from loomserve.platform.lengths.predict.prediction import query_of
 
 if TYPE_CHECKING:
-    from loomserve.platform.lengths.stored import StoredPredictor
+    from loomserve.platform.lengths.training.learner import Learner
 
 _log = logging.getLogger("ray.serve")
 
@@ -32,7 +32,7 @@ class LengthEstimator:
     """Estimator for all batches and models. It has one thread: engines need the processor."""
 
     def __init__(
-        self, folder: BatchFolder, open_one: Callable[[str], StoredPredictor] | None = None
+        self, folder: BatchFolder, open_one: Callable[[str], Learner] | None = None
     ) -> None:
         self._folder = folder
         self._open_one = open_one or _open_predictor
@@ -43,9 +43,7 @@ class LengthEstimator:
 
     async def estimate(self, batch: LiveBatch, model: str, predictor: str) -> None:
         """Predict the lengths of a batch's lines that wait for a model, with a named predictor.
-
-        Errors are logged only: the batch can be computed without predictions.
-        """
+        Errors are logged only: the batch can be computed without predictions."""
         loop = asyncio.get_running_loop()
         lines = batch.lines(model)
         try:
@@ -70,7 +68,7 @@ class LengthEstimator:
             )
 
     def _predict(
-        self, predictor: StoredPredictor, batch: BatchRecord, lines: Sequence[BatchLine]
+        self, predictor: Learner, batch: BatchRecord, lines: Sequence[BatchLine]
     ) -> Mapping[int, LineLength]:
         found: dict[int, LineLength] = {}
         with self._folder.blob(batch.input_file_id).open("rb") as stream:
@@ -88,7 +86,7 @@ class LengthEstimator:
         return found
 
 
-def _predicted(predictor: StoredPredictor, body: Mapping[str, object]) -> LineLength | None:
+def _predicted(predictor: Learner, body: Mapping[str, object]) -> LineLength | None:
     query = query_of(body, predictor.count)
     if query is None:
         return None
@@ -98,7 +96,7 @@ def _predicted(predictor: StoredPredictor, body: Mapping[str, object]) -> LineLe
     return LineLength(query.input_tokens, predicted.tokens, predicted.high)
 
 
-def _open_predictor(name: str) -> StoredPredictor:
+def _open_predictor(name: str) -> Learner:
     # Only here: a lane without predictors needs neither numpy nor tokenizers.
     from loomserve.platform.lengths.stored import open_predictor
 

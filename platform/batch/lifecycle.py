@@ -14,11 +14,9 @@ from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.line_runner import FILE_GONE, LineRunner
 from loomserve.platform.batch.policy import lines
 from loomserve.platform.batch.policy.objects import BatchRecord, LineError
-from loomserve.platform.batch.policy.retries import MOST_FAILURES, Retries
+from loomserve.platform.batch.policy.progress import MOST_FAILURES, Retries, may_join
 from loomserve.platform.batch.policy.status import BatchStatus
-from loomserve.platform.batch.policy.working_set import may_join
-from loomserve.platform.batch.store.store import BatchStore
-from loomserve.platform.batch.store.thread import StoreThread
+from loomserve.platform.batch.store.store import BatchStore, StoreThread
 from loomserve.platform.config import Batch
 
 _log = logging.getLogger("ray.serve")
@@ -53,13 +51,9 @@ class BatchLifecycle:
         max_body: int,
         clock: Callable[[], float],
     ) -> None:
-        self._store = store
-        self._thread = thread
-        self._folder = folder
-        self._runner = runner
-        self._options = options
-        self._max_body = max_body
-        self._clock = clock
+        self._store, self._thread, self._folder = store, thread, folder
+        self._runner, self._clock = runner, clock
+        self._options, self._max_body = options, max_body
         self._retries = Retries()
         self._slow: dict[str, asyncio.Task[None]] = {}
         self._too_long: dict[str, int] = {}
@@ -201,10 +195,9 @@ class BatchLifecycle:
     async def _end(self, batch: BatchRecord) -> bool:
         if (await self._thread.call(self._store.batches.get, None, batch.id)).status in _ENDING:
             # Beside the store's thread: other batches go on while long files are written.
+            kept_s = self._options.retention_days * _DAY_S
             await asyncio.to_thread(
-                ending.end,
-                *(self._store, self._folder, batch),
-                *(self._options.retention_days * _DAY_S, self._clock()),
+                ending.end, self._store, self._folder, batch, kept_s, self._clock()
             )
         return True
 

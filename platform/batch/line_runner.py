@@ -21,8 +21,7 @@ from loomserve.platform.batch.policy.breaker import MOST_ENDS
 from loomserve.platform.batch.policy.lines import BatchLine
 from loomserve.platform.batch.policy.objects import BatchRecord, LineError, new_id
 from loomserve.platform.batch.store.lines import StoredAnswer
-from loomserve.platform.batch.store.store import BatchStore
-from loomserve.platform.batch.store.thread import StoreThread
+from loomserve.platform.batch.store.store import BatchStore, StoreThread
 
 _log = logging.getLogger("ray.serve")
 
@@ -42,10 +41,8 @@ _Ended = tuple[LiveBatch, RunningLine, StoredAnswer]
 
 
 class LineRunner:
-    """Batches in progress, whose lines leave for engines and come back as stored answers.
-
-    A line may be computed several times; it is answered once.
-    """
+    """Batches in progress, whose lines leave for engines and come back as stored answers. A line
+    may be computed several times; it is answered once."""
 
     def __init__(
         self,
@@ -58,13 +55,9 @@ class LineRunner:
         estimator: LengthEstimator,
         clock: Callable[[], float],
     ) -> None:
-        self._store = store
-        self._thread = thread
-        self._folder = folder
-        self._executor = executor
-        self._estimator = estimator
+        self._store, self._thread, self._folder = store, thread, folder
+        self._executor, self._estimator, self._clock = executor, estimator, clock
         self._estimations: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._clock = clock
         # That of engines' load reports.
         self._load_clock = time.monotonic
         self._dispatcher = Dispatcher(concurrency)
@@ -84,7 +77,6 @@ class LineRunner:
         self._estimator.close()
 
     def nudge(self) -> None:
-        """Look for lines that may start."""
         self._wake.set()
 
     def add(self, batch: BatchRecord, waiting: Iterable[BatchLine]) -> None:

@@ -9,9 +9,13 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
 from loomserve.platform.aliases.policy.choice import by_client
-from loomserve.platform.batch.policy.admission import BatchCandidate, LineQueue, LineWork
+from loomserve.platform.batch.policy.admission import (
+    BatchCandidate,
+    LineQueue,
+    LineWork,
+    TokenCounters,
+)
 from loomserve.platform.batch.policy.breaker import CircuitBreaker
-from loomserve.platform.batch.policy.fairness import TokenCounters
 from loomserve.platform.batch.policy.lengths import LineLength, LineLengths
 from loomserve.platform.batch.policy.lines import BatchLine
 from loomserve.platform.batch.policy.objects import BatchRecord, LineError
@@ -47,10 +51,8 @@ class RunningLine:
 
 
 class LiveBatch:
-    """A batch's lines that wait or are with engines, and its pace.
-
-    ``now`` is seconds of the lane's clock, ``load_now`` of the clock of engines' load reports.
-    """
+    """A batch's lines that wait or are with engines, and its pace. ``now`` is seconds of the lane's
+    clock, ``load_now`` of the clock of engines' load reports."""
 
     def __init__(self, record: BatchRecord, lines: Iterable[BatchLine], now: float) -> None:
         self.record = record
@@ -87,10 +89,8 @@ class LiveBatch:
         return list(self._waiting.get(model, ()))
 
     def assign(self, aliases: Mapping[str, Mapping[str, int]]) -> None:
-        """Have each line that names an alias wait for one of its models by weight.
-
-        A line keeps its model as long as the weights, by alias, stay as they are.
-        """
+        """Have each line that names an alias wait for one of its models by weight. A line keeps its
+        model as long as the weights, by alias, stay as they are."""
         self._aliases = aliases
         lines = [self._assigned(line) for queue in self._waiting.values() for line in queue]
         self._delayed = [(until, self._assigned(line)) for until, line in self._delayed]
@@ -154,7 +154,10 @@ class LiveBatch:
         at = next(at for at, line in enumerate(lines) if line.number == number)
         line = lines.pop(at)
         running = self.running[number] = RunningLine(
-            *(line, engine, self.length(line), load_now),
+            line,
+            engine,
+            self.length(line),
+            load_now,
             batch=self.record.id,
             alone=self.breaker.is_testing(model),
         )

@@ -23,7 +23,6 @@ class BatchMetrics(Collector):
         registry.register(self)
 
     def set_state(self, state: BatchLaneState | None) -> None:
-        """Take a state of the lane; None: it does not answer."""
         self._state = state
 
     def collect(self) -> Iterator[Metric]:

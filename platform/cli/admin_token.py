@@ -18,9 +18,8 @@ import httpx
 
 from loomserve.platform.access.keys import hash_key
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.base.loopback import is_loopback
+from loomserve.platform.base.loopback import check_listeners, is_loopback
 from loomserve.platform.base.paths import cache_folder
-from loomserve.platform.base.port_owners import check_listeners
 from loomserve.platform.config import Config
 
 _MOST_BYTES = 1024
@@ -33,14 +32,7 @@ def token_path() -> Path:
 
 
 def with_admin_token(config: Config, say: Callable[[str], None]) -> Config:
-    """The configuration with the hash of an admin token: its own, or that of the user's file.
-
-    Args:
-        say: called with a line that names the file, where it is used.
-
-    Raises:
-        StartError: the file cannot be made, or cannot be trusted.
-    """
+    """The configuration with its own admin token's hash or the user's; StartError: a bad file."""
     if config.server.admin_token_hash is not None:
         return config
     token = read_token() or _make_token()
@@ -50,11 +42,7 @@ def with_admin_token(config: Config, say: Callable[[str], None]) -> Config:
 
 
 def token_for(url: str) -> str | None:
-    """The user's token, if ``url`` is of this machine; None: it is not, or there is no token.
-
-    Raises:
-        StartError: the token's file cannot be trusted, or another user listens at ``url``.
-    """
+    """The user's token, if ``url`` is of this machine; StartError: another user listens there."""
     token = read_token() if on_this_machine(url) else None
     if token is not None:
         check_listeners(httpx.URL(url).host, _port(httpx.URL(url)))
@@ -90,11 +78,7 @@ def _port(url: httpx.URL) -> int:
 
 
 def read_token() -> str | None:
-    """The user's token; None: there is none yet.
-
-    Raises:
-        StartError: it is no file of the user's, or others can read or write it.
-    """
+    """The user's token; None: there is none yet. StartError: others can read or write it."""
     path = token_path()
     try:
         # A link or a pipe is none of ours; opening a pipe would wait for its writer.

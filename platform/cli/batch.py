@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loomserve.platform.cli.status import DEFAULT_URL, Token, Url, carry_out, duration
-from loomserve.platform.cli.tables import display, new_table, stacked
+from loomserve.platform.cli.tables import add_row, display, new_table, stacked
 from loomserve.platform.state import BatchLaneState, BatchState
 
 batch = typer.Typer(no_args_is_help=True, help="Batches, of all API keys.")
@@ -67,7 +67,8 @@ def _table(batches: Iterable[BatchState]) -> Table:
     )  # fmt: skip
     for one in batches:
         ready = "-" if one.eta_s is None else duration(one.eta_s)
-        cells = (
+        add_row(
+            table,
             one.id,
             one.api_key or "-",
             one.status,
@@ -75,5 +76,4 @@ def _table(batches: Iterable[BatchState]) -> Table:
             f"{ready} (late)" if one.late else ready,
             duration(max(0.0, one.expires_at - time.time())),
         )
-        table.add_row(*map(Text, cells))
     return table

@@ -92,11 +92,7 @@ def rotate(
 
 
 class _KeysOf:
-    """The keys file of a configuration, to be changed.
-
-    Raises:
-        ConfigError: the configuration or the file is wrong, or it names no file.
-    """
+    """The keys file of a configuration, to be changed; raises ConfigError if it is wrong."""
 
     def __init__(self, path: Path) -> None:
         config = configuration.load(path)

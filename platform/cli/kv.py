@@ -4,29 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import httpx
 import typer
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from loomserve.platform.base.errors import LoomserveError
-from loomserve.platform.cli.status import DEFAULT_URL, Token, Url, ask, client_for
-from loomserve.platform.cli.tables import display, new_table, stacked
+from loomserve.platform.cli.status import DEFAULT_URL, Token, Url, carry_out
+from loomserve.platform.cli.tables import add_row, display, new_table, stacked
 from loomserve.platform.state import KvModelState, KvNetworkState, KvState
 
 kv = typer.Typer(invoke_without_command=True, help="The store of KV blocks.")
-
-
-class KvError(LoomserveError):
-    """The platform refused; the message is its own."""
 
 
 @kv.callback()
 def show(context: typer.Context, url: Url = DEFAULT_URL, token: Token = None) -> None:
     """Show what the store holds."""
     if context.invoked_subcommand is None:
-        state = KvState.model_validate_json(_admin("GET", url, token, "kv").content)
+        state = KvState.model_validate_json(carry_out("GET", url, token, "kv").content)
         display(render(state))
 
 
@@ -37,12 +31,11 @@ def flush(
     token: Token = None,
 ) -> None:
     """Forget all blocks that no request reads at this moment and nobody pinned."""
-    answer = _admin("POST", url, token, "kv/flush", {"model": model or None})
+    answer = carry_out("POST", url, token, "kv/flush", {"model": model or None})
     typer.echo(f"{answer.json()['blocks']} blocks forgotten")
 
 
 def render(state: KvState) -> RenderableType:
-    """Render the store as tables of its tiers and its models."""
     tiers = new_table("tier", numbers=("used MiB", "of MiB", "%"), title="KV store")
     for name, used, capacity in (
         ("memory", state.used_bytes, state.capacity_bytes),
@@ -50,11 +43,11 @@ def render(state: KvState) -> RenderableType:
     ):
         if capacity:
             share = f"{100 * used / capacity:.1f}"
-            tiers.add_row(name, _mebibytes(used), _mebibytes(capacity), share)
+            add_row(tiers, name, _mebibytes(used), _mebibytes(capacity), share)
     figures = ("in memory", "MiB", "on SSD", "MiB", "hits", "misses", "hit %", "evicted")
     models = new_table("model", numbers=figures, title="Blocks by model")
     for model in state.models:
-        models.add_row(Text(model.model), *_figures(model))
+        add_row(models, model.model, *_figures(model))
     note = f"{state.leases} leases, {state.writers} writers, {state.corrupt_blocks} corrupt blocks"
     tables = [tiers, models]
     tables += [_peers(one.network) for one in (state, *state.nodes.values()) if one.network]
@@ -72,9 +65,7 @@ def _peers(network: KvNetworkState) -> Table:
     )
     for peer in network.peers:
         rate = peer.bytes_per_s / 2**20
-        peers.add_row(
-            Text(peer.node), str(peer.fetches), f"{1000 * peer.setup_s:.1f}", f"{rate:.0f}"
-        )
+        add_row(peers, peer.node, str(peer.fetches), f"{1000 * peer.setup_s:.1f}", f"{rate:.0f}")
     return peers
 
 
@@ -94,20 +85,3 @@ def _figures(model: KvModelState) -> list[str]:
 
 def _mebibytes(size: int) -> str:
     return f"{size / 2**20:.0f}"
-
-
-def _admin(
-    method: str, url: str, token: str | None, path: str, body: object = None
-) -> httpx.Response:
-    with client_for(url) as client:
-        answer = ask(client, url, token, path, method=method, body=body)
-    if not answer.is_success:
-        raise KvError(_message(answer))
-    return answer
-
-
-def _message(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"{answer.url} answered {answer.status_code}, which is not Loomserve's: check --url"

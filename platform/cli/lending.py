@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from loomserve.platform.cli.status import DEFAULT_URL, Token, Url, carry_out, loan_table
-from loomserve.platform.cli.tables import display, new_table, stacked
+from loomserve.platform.cli.tables import add_row, display, new_table, stacked
 from loomserve.platform.state import LendingModelState, LendingState, SlicingState
 
 lending = typer.Typer(invoke_without_command=True, help="Loans of KV memory and attention.")
@@ -58,12 +57,12 @@ def render(state: LendingState) -> RenderableType:
     figures = ("lends MiB", "borrows MiB", "TPOT budget")
     models = new_table("model", numbers=figures, title="Lending and borrowing")
     for model in state.models:
-        models.add_row(Text(model.model), *_budgets(model))
+        add_row(models, model.model, *_budgets(model))
     pairs = new_table("borrower", "lender", "", title="Pairs", whole=2)
     for pair in state.pairs:
         limits = (f"at most {size >> 20} MiB on {at}" for at, size in pair.limits.items())
         said = ", ".join(filter(None, (*limits, pair.problem))) if pair.enabled else "switched off"
-        pairs.add_row(*map(Text, (pair.borrower, pair.lender, said)))
+        add_row(pairs, pair.borrower, pair.lender, said)
     return stacked(models, pairs, loan_table(state.loans), _lent(state))
 
 
@@ -82,7 +81,7 @@ def _lent(state: LendingState) -> Table:
         blocks = (lent.blocks, lent.most_blocks, lent.taken_back_blocks)
         times = (f"{lent.wait_us:.0f}", f"{lent.service_us:.0f}")
         cells = (*map(str, blocks), *times, ", ".join(map(_split, lent.slicing.items())))
-        table.add_row(*map(Text, (lent.name, lent.lender, lent.borrower, *cells)))
+        add_row(table, lent.name, lent.lender, lent.borrower, *cells)
     return table
 
 

@@ -9,21 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.cli.tables import display, new_table
+from loomserve.platform.cli.tables import display, new_table, say
 from loomserve.platform.lengths.training.samples import read_all
 from loomserve.platform.models import catalog
 
 if TYPE_CHECKING:
-    from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
     from loomserve.platform.lengths.training.evaluation import PredictorScore
 
 lengths = typer.Typer(no_args_is_help=True, help="Predict how long answers will be.")
 
-_console = Console(highlight=False, soft_wrap=True)
 
 Files = Annotated[
     list[Path],
@@ -67,7 +64,7 @@ def train(
     fitted, learnt = fit.train(kind, samples, folds, table, calibrate_on=0)
     version = PredictorVersions(folder).publish(fitted, learnt)
     remember_embeddings(folder, model_folder)
-    _say(
+    say(
         f"{len(samples)} samples, of which {len(samples) - len(learnt.rows)} calibrated the "
         f"interval; version {version.number} is current in {folder}"
     )
@@ -83,7 +80,9 @@ def evaluate(
     ] = None,
 ) -> None:
     """Compare all predictors on requests unlike those that each was trained on."""
-    known = _embeddings(embeddings)
+    from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
+
+    known = TokenEmbeddings(_model_folder(embeddings))
     samples = read_all(files, known.tokens, model)
     from loomserve.platform.lengths.training import evaluation
 
@@ -118,18 +117,8 @@ def tables(scores: Sequence[PredictorScore]) -> Iterator[Table]:
         yield table
 
 
-def _embeddings(source: str) -> TokenEmbeddings:
-    from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
-
-    return TokenEmbeddings(_model_folder(source))
-
-
 def _model_folder(source: str) -> Path:
-    folder = catalog.resolve(source, Path(), progress=_say)
+    folder = catalog.resolve(source, Path(), progress=say)
     if isinstance(folder, str):
         raise ConfigError(f"--embeddings {source!r}: give a model's folder, or demo")
     return folder
-
-
-def _say(text: str) -> None:
-    _console.print(text, markup=False)

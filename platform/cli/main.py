@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from loomserve.platform import config as configuration
 from loomserve.platform.base.errors import LoomserveError
@@ -24,6 +23,7 @@ from loomserve.platform.cli.placement import placement, plan
 from loomserve.platform.cli.plans import plans
 from loomserve.platform.cli.profile import profile
 from loomserve.platform.cli.status import status
+from loomserve.platform.cli.tables import say
 from loomserve.platform.config.reference import describe
 from loomserve.platform.kubernetes.commands import kube
 from loomserve.platform.run.ending import report
@@ -46,7 +46,6 @@ app.add_typer(profile, name="profile")
 app.command()(placement)
 app.command()(plan)
 
-_console = Console(stderr=False, highlight=False, soft_wrap=True)
 ConfigPath = Annotated[Path, typer.Argument(help="The configuration file.")]
 
 
@@ -75,7 +74,7 @@ def serve(path: ConfigPath = Path("examples/laptop.yaml"), debug: Debug = False)
     # Only here: the other commands need neither Ray nor torch.
     from loomserve.platform.cli import serve
 
-    serve.run(configuration.load(path), path.parent, _say)
+    serve.run(configuration.load(path), path.parent, say)
 
 
 @config_app.command("check")
@@ -89,21 +88,17 @@ def config_check(
     from loomserve.platform.cli.checks.configuration import check_configuration, check_here
 
     checked = configuration.load(path)
-    check_configuration(checked, path.parent, _say)
+    check_configuration(checked, path.parent, say)
     if here:
-        check_here(checked, path.parent, _say)
+        check_here(checked, path.parent, say)
     where = f"{len(checked.devices)} devices" if checked.devices else "all devices that there are"
-    _say(f"{path}: {len(checked.models)} models on {where}; all is well")
+    say(f"{path}: {len(checked.models)} models on {where}; all is well")
 
 
 @config_app.command("describe")
 def config_describe() -> None:
     """Explain every field."""
     print(describe())
-
-
-def _say(text: str) -> None:
-    _console.print(text, markup=False)
 
 
 def main() -> None:

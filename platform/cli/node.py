@@ -142,11 +142,7 @@ def _port_range(given: str) -> tuple[int, int]:
 
 
 def _own_address(host: str, *, head: bool) -> str:
-    """This machine's address: the head's own, or that by which it reaches a host.
-
-    Raises:
-        StartError: it reaches nobody.
-    """
+    """This machine's address: the head's own, or that by which it reaches a host."""
     # Nothing is sent: the kernel only says from where it would.
     asked = host or "192.0.2.1"
     try:

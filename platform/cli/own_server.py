@@ -77,11 +77,7 @@ def sizes(config: Config) -> Iterator[str]:
 
 
 def descriptors(server: Server) -> Iterator[str]:
-    """What an operator should know of the connections that there may be, a line each.
-
-    Raises:
-        StartError: there may be too few.
-    """
+    """What an operator should know of connections, a line each; StartError: too few fit."""
     fit = connections_that_fit(server.max_connections, len(server.ports))
     if fit < min(server.max_connections, _FEWEST_CONNECTIONS):
         raise StartError(
@@ -121,9 +117,5 @@ def url_of(server: Server, port: int | None = None) -> str:
 
 
 def trust_of(server: Server) -> ssl.SSLContext | None:
-    """What this machine needs to trust the server at :func:`url_of`; None: it speaks HTTP.
-
-    Raises:
-        StartError: its certificate cannot be read.
-    """
+    """What this machine trusts the server at :func:`url_of` by; None: it speaks HTTP."""
     return tls.trust_in(Path(server.tls.certificate)) if server.tls is not None else None

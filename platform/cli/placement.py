@@ -9,19 +9,11 @@ from typing import Annotated
 import typer
 from pydantic import TypeAdapter
 from rich.console import Console
-from rich.text import Text
 
 from loomserve.platform import config as configuration
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.cli.status import (
-    DEFAULT_URL,
-    Token,
-    Url,
-    client_for,
-    fetch,
-    parser_lines,
-)
-from loomserve.platform.cli.tables import display, new_table, stacked
+from loomserve.platform.cli.status import DEFAULT_URL, Token, Url, client_for, fetch, parser_lines
+from loomserve.platform.cli.tables import add_row, display, new_table, say, stacked
 from loomserve.platform.config import Model
 from loomserve.platform.placement import device_profile
 from loomserve.platform.placement.configured import profile_path, wanted_of
@@ -30,8 +22,6 @@ from loomserve.platform.placement.plan import PlacementPlan, plan_of_file, plan_
 from loomserve.platform.placement.policy import explanation, placer
 from loomserve.platform.placement.policy.helr import MODES, Mode
 from loomserve.platform.placement.policy.placer import PlacedModel, Wanted
-
-_console = Console(highlight=False, soft_wrap=True)
 
 
 def placement(
@@ -68,7 +58,7 @@ def placement(
     measured = device_profile.load(profile or profile_path(checked, path.parent))
     placed = placer.place_models(_loaded(wanted, load or []), measured)
     if as_json:
-        _console.print_json(data={"models": [explanation.as_dict(each) for each in placed]})
+        _print_json({"models": [explanation.as_dict(each) for each in placed]})
     else:
         for each in placed:
             _print(each)
@@ -91,7 +81,7 @@ def plan(
         with client_for(url) as client:
             shown = plan_of_platform(fetch(client, url, token))
     if as_json:
-        _console.print_json(data=TypeAdapter(PlacementPlan).dump_python(shown, mode="json"))
+        _print_json(TypeAdapter(PlacementPlan).dump_python(shown, mode="json"))
         return
     devices = new_table("device", "place", numbers=("GiB for models",), title="Devices")
     for device in shown.devices:
@@ -99,9 +89,13 @@ def plan(
     models = new_table("model", "devices", "start", numbers=("GiB",), title="Models", whole=1)
     models.add_column("why", overflow="fold")
     for each in shown.models:
-        cells = (each.name, ", ".join(each.devices), each.start, _gib(each.size), each.why)
-        models.add_row(*map(Text, cells))
+        devices_of = ", ".join(each.devices)
+        add_row(models, each.name, devices_of, each.start, _gib(each.size), each.why)
     display(stacked(devices, models, *parser_lines(shown.models)))
+
+
+def _print_json(data: object) -> None:
+    Console(highlight=False, soft_wrap=True).print_json(data=data)
 
 
 def _say(text: str) -> None:
@@ -138,7 +132,7 @@ def _loaded(wanted: list[Wanted], given: list[str]) -> list[Wanted]:
 def _print(placed: PlacedModel) -> None:
     name = placed.wanted.name
     if placed.placement is None:
-        _console.print(f"{name}: {explanation.why_not(placed)}", markup=False)
+        say(f"{name}: {explanation.why_not(placed)}")
         return
     table = new_table(
         "stage", "device", "layers", "memory", "busy a step", "",
@@ -148,7 +142,7 @@ def _print(placed: PlacedModel) -> None:
         table.add_row(*row)
     display(table)
     for line in explanation.summary(placed):
-        _console.print(line, markup=False)
+        say(line)
     figures = ("instead", "layers", "step every", "latency", "")
     others = new_table(*figures, title="Why not others")
     for other in explanation.alternatives(placed):

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from loomserve.platform.cli.status import DEFAULT_URL, Token, Url, carry_out
-from loomserve.platform.cli.tables import display, new_table, stacked
+from loomserve.platform.cli.tables import add_row, display, new_table, stacked
 from loomserve.platform.rebalancing.plans.plans import Plan
 from loomserve.platform.rebalancing.plans.reports import (
     Events,
@@ -181,8 +181,8 @@ def events(
     for event in Events.model_validate_json(content).events:
         action = said(event.action) if event.action else ""
         loads = (_loads(event.loads_before), _loads(event.loads_after))
-        cells = (_when(event.at), event.kind, event.plan or "", action, *loads, event.message)
-        table.add_row(*map(Text, cells))
+        made = (_when(event.at), event.kind, event.plan or "", action)
+        add_row(table, *made, *loads, event.message)
     display(table)
 
 
@@ -205,7 +205,7 @@ def render(state: RebalancingState, latest: PlanList) -> RenderableType:
     devices.add_column("")
     for load in state.devices:
         shares = (f"{each:.2f}" for each in (load.compute, load.memory, load.utilisation))
-        devices.add_row(Text(load.device), *shares, Text(load.level))
+        add_row(devices, load.device, *shares, load.level)
     table = new_table(
         "plan", "made", "by", "status", "actions",
         numbers=("gain", "really", "cost s", "pause ms"), title="Plans",
@@ -214,9 +214,13 @@ def render(state: RebalancingState, latest: PlanList) -> RenderableType:
         real = "-" if plan.real_gain is None else f"{plan.real_gain:.2f}"
         predicted = plan.predicted
         figures = (f"{predicted.gain:.2f}", real, f"{predicted.cost_s:.1f}")
-        table.add_row(
-            *map(Text, (plan.id, _when(plan.created), plan.origin, plan.status)),
-            Text("\n".join(map(said, plan.actions))),
+        add_row(
+            table,
+            plan.id,
+            _when(plan.created),
+            plan.origin,
+            plan.status,
+            "\n".join(map(said, plan.actions)),
             *figures,
             f"{1000 * predicted.pause_s:.1f}",
         )
@@ -237,15 +241,17 @@ def render_plan(plan: Plan) -> RenderableType:
     table.add_column("")
     for step in plan.steps:
         real = step.real
-        table.add_row(
-            *map(Text, (said(step.action), step.status)),
+        add_row(
+            table,
+            said(step.action),
+            step.status,
             f"{step.predicted.gain:.2f}",
             "-" if real is None else f"{real.gain:.2f}",
             f"{step.predicted.duration_s:.1f}",
             "-" if real is None else f"{real.duration_s:.1f}",
             f"{1000 * step.predicted.pause_s:.1f}",
             f"{step.moved_bytes / 2**20:.1f}",
-            Text(step.message),
+            step.message,
         )
     return table
 
@@ -259,7 +265,7 @@ def render_made(made: MadePlan) -> RenderableType:
     if made.rejected:
         table = new_table("not chosen", "reason", "", whole=0)
         for each in made.rejected:
-            table.add_row(*map(Text, (said(each.action), each.reason, each.detail)))
+            add_row(table, said(each.action), each.reason, each.detail)
         parts.append(table)
     if made.plan is not None:
         parts.append(Text(f"loomserve admin plans apply {made.plan.id} carries it out"))

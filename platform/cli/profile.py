@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
 from loomserve.platform import config as configuration
 from loomserve.platform.base.errors import ConfigError, StartError
-from loomserve.platform.cli.tables import display, new_table
+from loomserve.platform.cli.tables import display, new_table, say
 from loomserve.platform.config import LOCAL_NODE, Device, parse_bytes
 from loomserve.platform.costs.profile import Transfer, save
 from loomserve.platform.devices.gpus import check_devices, gpus_here, lack_of
@@ -28,8 +27,6 @@ from loomserve.platform.placement.policy.device_times import DeviceProfile
 
 if TYPE_CHECKING:
     from loomserve.platform.engine.profiling.profiler import Findings
-
-_console = Console(highlight=False, soft_wrap=True)
 
 
 class _ModelUnlessNamed(TyperGroup):
@@ -64,7 +61,7 @@ def profile_model(
     place = parse_device(device)
     if (lack := lack_of(place, gpus_here())) is not None:
         raise StartError(f"--device: {lack.why}")
-    path = catalog.resolve(model, Path(), progress=_say)
+    path = catalog.resolve(model, Path(), progress=say)
     # Read when vLLM is imported.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # Only here: the other commands need no vLLM.
@@ -75,7 +72,7 @@ def profile_model(
         str(path),
         place,
         minutes,
-        _say,
+        say,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
@@ -85,8 +82,8 @@ def profile_model(
     )
     display(table(findings))
     for line in summary(findings):
-        _say(line)
-    _say(f"written to {save(findings.profile)}")
+        say(line)
+    say(f"written to {save(findings.profile)}")
 
 
 @profile.command("devices")
@@ -110,10 +107,10 @@ def profile_devices(
             "measure each node's with a file of its own, which has no cluster section"
         )
     check_devices(checked.devices, LOCAL_NODE, gpus_here())
-    checked = placed_here(checked, path.parent, _say).config
+    checked = placed_here(checked, path.parent, say).config
     models = {
         model.source: (
-            str(catalog.resolve(model.source, path.parent, _say, revision=model.revision)),
+            str(catalog.resolve(model.source, path.parent, say, revision=model.revision)),
             [checked.device(name) for name in model.devices],
         )
         for model in checked.models
@@ -123,11 +120,11 @@ def profile_devices(
     # Only here: the other commands need no torch.
     from loomserve.platform.engine.profiling import device_speed
 
-    found = device_speed.profile_devices(checked.devices, models, batch or [1, 8, 16], _say)
+    found = device_speed.profile_devices(checked.devices, models, batch or [1, 8, 16], say)
     display(device_table(found))
     target = out or device_profile.default_path()
     device_profile.save(found, target)
-    _say(f"written to {target}; loomserve placement {path} divides models by it")
+    say(f"written to {target}; loomserve placement {path} divides models by it")
 
 
 def device_table(found: DeviceProfile) -> Table:
@@ -159,11 +156,7 @@ def device_table(found: DeviceProfile) -> Table:
 
 
 def parse_device(text: str) -> Device:
-    """Parse ``cpu:0,1`` or ``cuda:0``.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Parse ``cpu:0,1`` or ``cuda:0``; raises ConfigError."""
     kind, _, numbers = text.partition(":")
     place = {"cores": numbers.split(",")} if kind == "cpu" else {"gpu": numbers}
     try:
@@ -219,7 +212,3 @@ def _bytes(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise ConfigError(f"--kv-cache-memory: {error}") from None
-
-
-def _say(text: str) -> None:
-    _console.print(text, markup=False)

@@ -26,7 +26,7 @@ from loomserve.deployments.planning import (
     plan,
     present_models,
 )
-from loomserve.deployments.ray_start import Unless, platform_ray
+from loomserve.deployments.ray_start import platform_ray
 from loomserve.kvstore.server.options import StoreOptions, arena_path
 from loomserve.platform.access.given_hashes import with_given_hashes
 from loomserve.platform.base.descriptors import raise_limit
@@ -75,12 +75,8 @@ class Platform:
         self._base = base
         self._store_plan = store_plan(config, base)
         self._store: Any = None
-        self._ray = platform_ray(config, base, [arena_path(config.server.port)], say)
+        self.ray = platform_ray(config, base, [arena_path(config.server.port)], say)
         self._internal_token = secrets.token_urlsafe(32)
-
-    def join(self, unless: Unless) -> None:
-        """Start Ray, or join the cluster."""
-        self._ray.start(unless)
 
     def start(self, placed: Placed, replicas: dict[str, int]) -> None:
         """Start everything; engines start in the background."""
@@ -91,7 +87,7 @@ class Platform:
         from loomserve.deployments.apps import run_platform
 
         self._began = time.monotonic()
-        self._ray.make_room()
+        self.ray.make_room()
         if self._config.cluster is not None:
             check_what_one_has(self._config, self._base)
         store_options = self._start_stores()
@@ -106,7 +102,7 @@ class Platform:
         )
 
     def _start_stores(self) -> StoreOptions | None:
-        """Returns the options of the store here, which are those of the others but for its node."""
+        """Returns the options of the store here, which differ from the others' in the node only."""
         plan = self._store_plan
         if plan is None:
             return None
@@ -123,11 +119,7 @@ class Platform:
         return reply.get()
 
     def wait_ready(self, say: Say) -> None:
-        """Wait until all models are ready, and tell ``say`` of each.
-
-        Raises:
-            StartError: a model failed, they took too long, or a process listens to other machines.
-        """
+        """Wait until all models are ready; StartError: one failed, or a process is exposed."""
         told = dict[str, int]()
         said_at = time.monotonic()
         configured = {model.name for model in self._config.models}
@@ -141,7 +133,7 @@ class Platform:
                     raise StartError(f"model {model.name!r} did not start: {model.message}")
             ready = models is not None and all(m.status in _UP for m in models)
             if ready and self.answers():
-                self._ray.check_listening(self._config)
+                self.ray.check_listening(self._config)
                 return
             if elapsed_s > _START_TIMEOUT_S:
                 raise StartError(f"not ready after {_START_TIMEOUT_S:.0f} s; see {self.log_folder}")
@@ -152,14 +144,14 @@ class Platform:
             time.sleep(_POLL_S)
 
     def _models_if_told(self) -> tuple[ModelState, ...] | None:
-        """States of the models; None while the controller is too busy, as when engines start."""
+        """States of the models; None while the controller is too busy to answer."""
         try:
             return tuple(self.state().models)
         except TimeoutError:
             return None
 
     def answers(self) -> bool:
-        """Whether the gateway too knows that every model is ready, and clients may ask."""
+        """Whether the gateway too takes every model for ready, so that clients may ask."""
         try:
             server = self._config.server
             ready = f"{url_of(server)}/ready"
@@ -179,16 +171,12 @@ class Platform:
         Raises:
             RayEnded: a process of Ray's has ended, for which this waits so long.
         """
-        if lost := self._ray.lost(wait_s):
+        if lost := self.ray.lost(wait_s):
             raise RayEnded(
                 f"Ray's {lost} has ended, so that nothing new is served: "
-                f"{self._ray.last_said(lost)}. If it was killed for want of memory, dmesg says so. "
+                f"{self.ray.last_said(lost)}. If it was killed for want of memory, dmesg says so. "
                 "Start again"
             )
-
-    def lost(self) -> str | None:
-        """A process of Ray's that has ended, so that nothing goes on; None: there is none."""
-        return self._ray.lost()
 
     def drain(self) -> None:
         """Have the gateways end once their open requests have, without Ray."""
@@ -198,37 +186,29 @@ class Platform:
         asyncio.run(drain_gateways(self._internal_token, LOOPBACK, timeout_s))
 
     def stop(self, *, quickly: bool) -> None:
-        """Let running requests finish, then end every process that the platform has.
-
-        Args:
-            quickly: it has not served yet, so that there are none.
-        """
+        """Let running requests finish, then end all processes; ``quickly``: there are none."""
         late = time.monotonic() + _QUICK_S if quickly else math.inf
         with _silence():
             try:
                 # Calls of Ray's may wait forever for a raylet that is gone, as when a supervisor
                 # has told all processes to end at once.
-                finished(self._delete, lambda: self.lost() or time.monotonic() > late)
+                finished(self._delete, lambda: self.ray.lost() or time.monotonic() > late)
             except BaseException as error:
-                self._ray.kill()
+                self.ray.kill()
                 if not isinstance(error, Interrupted):
                     raise
             else:
-                self._ray.end()
+                self.ray.end()
 
     def _delete(self) -> None:
-        self._ray.delete_platform()
+        self.ray.delete_platform()
         if self._store is not None:
             stop_store(self._store)
-
-    def kill(self) -> None:
-        """End at once what this command has started."""
-        self._ray.kill()
 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Let nobody see what Ray prints as actors end, some of which goes past Python's streams."""
+    """Hide what Ray prints as actors end, some of which bypasses Python's streams."""
     sys.stdout.flush()
     sys.stderr.flush()
     streams = (1, 2)
@@ -247,11 +227,7 @@ def _silence() -> Iterator[None]:
 
 
 def run(config: Config, base: Path, say: Say) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP.
-
-    Raises:
-        StartError: it cannot be started.
-    """
+    """Serve until SIGINT, SIGTERM or SIGHUP; StartError: it cannot be started."""
     # All that the platform writes is for its user: logs, sockets, what libraries cache.
     os.umask(0o077)
     ends = EndSignals()
@@ -264,7 +240,7 @@ def run(config: Config, base: Path, say: Say) -> None:
                 child.kill()
         _leave(0, say)
     platform = Platform(placed.config, base, say)
-    ends.at_once = platform.kill
+    ends.at_once = platform.ray.kill
     is_up = False
     try:
         try:
@@ -280,7 +256,7 @@ def run(config: Config, base: Path, say: Say) -> None:
         report(error)
         with contextlib.suppress(Exception):
             finished(platform.drain, ends.asked.is_set)
-        platform.kill()
+        platform.ray.kill()
         _leave(2, say)
     except BaseException:
         # What cannot be ended in order is ended all the same, and does not hide why.
@@ -301,11 +277,7 @@ def _leave(status: int, say: Say) -> NoReturn:
 
 
 def _prepared(config: Config, base: Path, say: Say) -> tuple[Placed, dict[str, int]]:
-    """What is to run here, once all has been checked that can be before Ray is up.
-
-    Raises:
-        StartError: it cannot be started.
-    """
+    """What is to run, once all is checked that can be before Ray is up; raises StartError."""
     config = with_absolute_files(config, base)
     if config.cluster is None:
         remove_leftovers(keep=[arena_path(config.server.port)])
@@ -337,14 +309,14 @@ def _start(
     """
 
     def unless() -> object:
-        return ends.asked.is_set() or platform.lost()
+        return ends.asked.is_set() or platform.ray.lost()
 
     config = placed.config
     if config.cluster is None:
         say("starting Ray")
     else:
         say("joining the cluster")
-    platform.join(ends.asked.is_set)
+    platform.ray.start(ends.asked.is_set)
     if config.cluster is not None:
         placed = finished(lambda: placed_in_cluster(config, base, say), unless)
         replicas = finished(lambda: plan(placed.counted, base, say), unless)
@@ -364,7 +336,7 @@ def _start(
 
 
 def _tell(model: ModelState, told: dict[str, int], elapsed_s: float, say: Say) -> bool:
-    """Whether there was news of the model."""
+    """Report new replicas of the model; returns whether there were any."""
     # One that has not given its first answer is not ready.
     live = len(model.replicas) if model.status is not ModelStatus.LOADING else 0
     if live <= told.get(model.name, 0):

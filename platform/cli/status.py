@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import httpx
 import typer
@@ -16,10 +16,10 @@ from rich.text import Text
 
 from loomserve.platform.base.errors import LoomserveError
 from loomserve.platform.cli.admin_token import on_this_machine, only_to_own_user, token_for
-from loomserve.platform.cli.tables import display, new_table, stacked
+from loomserve.platform.cli.tables import add_row, display, new_table, stacked
 from loomserve.platform.config import LOCAL_NODE
+from loomserve.platform.placement.plan import PlannedModel
 from loomserve.platform.state import (
-    ChatParsers,
     LoanState,
     ModelState,
     ModelStatus,
@@ -98,11 +98,7 @@ def status(
 
 
 def fetch(client: httpx.Client, url: str, token: str | None) -> PlatformState:
-    """The state of the platform that listens at ``url``.
-
-    Raises:
-        StatusError: nothing listens, the token is missing or wrong, or it is not Loomserve.
-    """
+    """The state of the platform that listens at ``url``; raises StatusError."""
     answer = ask(client, url, token, "state")
     if answer.is_server_error:
         raise StatusError(
@@ -178,12 +174,7 @@ def ask(
 def carry_out(
     method: str, url: str, token: str | None, path: str, body: object = None
 ) -> httpx.Response:
-    """The admin API's answer to a command, which succeeded.
-
-    Raises:
-        StatusError: nothing listens, or the token is missing or wrong.
-        AdminError: it was refused.
-    """
+    """Answer of the admin API to a command; StatusError: there is none, AdminError: it refused."""
     with client_for(url) as client:
         answer = ask(client, url, token, path, method=method, body=body)
     if answer.is_success:
@@ -233,14 +224,11 @@ def _models(models: tuple[ModelState, ...]) -> Table:
     )  # fmt: skip
     for model in models:
         serving = sum(not replica.draining for replica in model.replicas)
-        lead = [
-            Text(model.name),
-            Text(f"{model.status} {serving}/{model.target_replicas}", _STYLES[model.status]),
-        ]
+        status = Text(f"{model.status} {serving}/{model.target_replicas}", _STYLES[model.status])
         rows = [_replica(replica) for replica in model.replicas] or [[]]
-        table.add_row(*lead, *rows[0])
+        add_row(table, model.name, status, *rows[0])
         for row in rows[1:]:
-            table.add_row(*[""] * len(lead), *row)
+            add_row(table, "", "", *row)
         table.add_section()
     if not models:
         table.caption = "No model is loaded."
@@ -259,16 +247,7 @@ def _messages(models: tuple[ModelState, ...]) -> Iterator[Text]:
             yield Text(f"{model.name}: {bounds}: {scaling.why}")
 
 
-class _Chatting(Protocol):
-    """A model, of which it may be known what its chats are read by."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def parsers(self) -> ChatParsers | None: ...
-
-
-def parser_lines(models: Iterable[_Chatting]) -> Iterator[Text]:
+def parser_lines(models: Iterable[ModelState] | Iterable[PlannedModel]) -> Iterator[Text]:
     """What reads each model's tool calls and reasoning, and why."""
     for model in models:
         if model.parsers is not None:
@@ -288,14 +267,9 @@ def _aliases(state: PlatformState) -> list[Table]:
         lead = [alias.name, alias.sticky or "-"]
         for model, weight in alias.models.items():
             status = statuses.get(model)
-            table.add_row(
-                Text(lead[0]),
-                Text(model),
-                Text(status or "not loaded", _STYLES[status] if status else "yellow"),
-                Text(lead[1]),
-                Text(str(weight)),
-                Text(f"{100 * weight / total:.1f}" if total else "-"),
-            )
+            shown = Text(status or "not loaded", _STYLES[status] if status else "yellow")
+            share = f"{100 * weight / total:.1f}" if total else "-"
+            add_row(table, lead[0], model, shown, lead[1], str(weight), share)
             lead = ["", ""]
         table.add_section()
     return [table] if table.rows else []
@@ -309,35 +283,24 @@ def _adapters(state: PlatformState) -> list[Table]:
     )  # fmt: skip
     for model in state.models:
         for adapter in model.adapters:
-            table.add_row(
-                Text(adapter.name),
-                Text(model.name),
-                Text(adapter.source),
-                Text("-" if adapter.rank is None else str(adapter.rank)),
-                Text(f"{len(adapter.replicas)}/{len(model.replicas)}"),
-            )
+            rank = "-" if adapter.rank is None else str(adapter.rank)
+            replicas = f"{len(adapter.replicas)}/{len(model.replicas)}"
+            add_row(table, adapter.name, model.name, adapter.source, rank, replicas)
     return [table] if table.rows else []
 
 
-def _replica(replica: ReplicaState) -> list[Text]:
-    load = replica.load
-    measured = (
-        [
-            str(load.running),
-            _waiting(load),
-            f"{load.kv_cache_usage * 100:.1f}",
-            f"{load.step_time_s * 1000:.1f}",
-        ]
-        if load
-        else ["-"] * 4
-    )
+def _replica(replica: ReplicaState) -> list[str]:
+    measured = ["-"] * 4
+    if load := replica.load:
+        kv, step = f"{load.kv_cache_usage * 100:.1f}", f"{load.step_time_s * 1000:.1f}"
+        measured = [str(load.running), _waiting(load), kv, step]
     notes = [] if replica.role is Role.UNIFIED else [str(replica.role)]
     notes += ["draining"] if replica.draining else []
     notes += ["asleep"] if replica.asleep else []
     stages = [f"{stage.device}:{stage.layers}" for stage in replica.stages]
     where = " → ".join(stages) or replica.device
     device = f"{where} ({', '.join(notes)})" if notes else where
-    return [Text(cell) for cell in (device, *measured, str(replica.in_flight))]
+    return [device, *measured, str(replica.in_flight)]
 
 
 def _waiting(load: ReplicaLoad) -> str:
@@ -356,7 +319,7 @@ def _scheduling(models: tuple[ModelState, ...]) -> list[Table]:
             load = replica.load
             if load and load.scheduling:
                 cells = _schedule(load.scheduling, load.weighted_turnaround)
-                table.add_row(*map(Text, (model.name, replica.device, *cells)))
+                add_row(table, model.name, replica.device, *cells)
     return [table] if table.rows else []
 
 
@@ -394,7 +357,8 @@ def loan_table(loans: Iterable[LoanState]) -> Table:
         notes = [] if loan.phase == "open" else [loan.phase]
         notes += ["draining"] if loan.draining else []
         notes += [_shard(loan.shard)] if loan.shard is not None else []
-        cells = (
+        add_row(
+            table,
             loan.name,
             loan.borrower,
             loan.lender,
@@ -406,7 +370,6 @@ def loan_table(loans: Iterable[LoanState]) -> Table:
             f"{100 * loan.service_share:.1f}",
             ", ".join(notes),
         )
-        table.add_row(*map(Text, cells))
     return table
 
 
@@ -424,7 +387,7 @@ def _nodes(state: PlatformState) -> list[Table]:
     table = new_table("node", "status", numbers=("gateways", "replicas"), title="Nodes")
     for node in state.nodes:
         status = Text(node.status, _NODE_STYLES[node.status])
-        table.add_row(Text(node.name), status, Text(str(node.gateways)), Text(str(node.replicas)))
+        add_row(table, node.name, status, str(node.gateways), str(node.replicas))
     return [table]
 
 
@@ -434,8 +397,8 @@ def _devices(state: PlatformState) -> Table:
     table = new_table(*columns, title="Devices")
     for device in state.devices:
         node = [device.node] if on_nodes else []
-        cells = (device.name, *node, device.kind, device.place, ", ".join(device.models) or "-")
-        table.add_row(*map(Text, cells))
+        models = ", ".join(device.models) or "-"
+        add_row(table, device.name, *node, device.kind, device.place, models)
     return table
 
 

@@ -7,6 +7,7 @@ import os
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 # A pipe has no width of its own; a row should be a line there.
 _PIPE_COLUMNS = 240
@@ -15,11 +16,7 @@ _PIPE_COLUMNS = 240
 def new_table(
     *names: str, numbers: tuple[str, ...] = (), title: str | None = None, whole: int = 1
 ) -> Table:
-    """An empty table with the columns ``names``, then ``numbers`` on the right.
-
-    The first ``whole`` columns are never broken, since one copies names from them; the others fold
-    where the terminal is too narrow.
-    """
+    """An empty table; ``numbers`` stand on the right, the first ``whole`` columns never fold."""
     made = Table(
         title=title,
         title_justify="left",
@@ -46,3 +43,13 @@ def display(shown: RenderableType) -> None:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=_PIPE_COLUMNS)
     console.print(shown)
+
+
+def say(text: str) -> None:
+    """Print a line as it is, however long."""
+    Console(highlight=False, soft_wrap=True).print(text, markup=False)
+
+
+def add_row(table: Table, *cells: str | Text) -> None:
+    """Add a row in which no cell is taken for markup."""
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))

@@ -57,10 +57,7 @@ def _is_number(value: object) -> bool:
 
 
 def check_weights(models: Mapping[Any, Any]) -> None:
-    """
-    Raises:
-        FieldError: a weight is none, or all are 0.
-    """
+    """Raises FieldError if a weight is none, or all are 0."""
     for name, weight in models.items():
         if not isinstance(weight, int) or isinstance(weight, bool):
             raise FieldError("a weight must be a whole number, such as 95", name)
@@ -78,17 +75,8 @@ def check_alias(
     batch_only: Collection[str],
     aliases: Collection[str],
 ) -> None:
-    """
-    Args:
-        name: of the alias.
-        alias: what it stands for.
-        models: names of models that clients may ask for.
-        batch_only: names of offline models.
-        aliases: names of all aliases.
-
-    Raises:
-        FieldError: the name is wrong or another's, or it stands for something that is no model.
-    """
+    """Raises FieldError if the name is wrong or another's, or it stands for something that is no
+    model."""
     try:
         check_model_name(name)
     except ValueError as error:

@@ -29,8 +29,7 @@ def parse_bytes(value: object) -> int:
 
     pydantic.ByteSize takes ``8bit`` and ``512M`` too, and its errors give no example.
 
-    Raises:
-        ValueError: not a size, negative or zero.
+    Raises ValueError if it is no size, negative or zero.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError("write a size such as 512MiB or 2GiB")
@@ -44,11 +43,8 @@ def parse_bytes(value: object) -> int:
 
 
 def parse_count(value: str) -> int:
-    """Parse a number as vLLM's command line does: ``8k`` is 8,000, ``8K`` is 8,192.
-
-    Raises:
-        ValueError: not such a number.
-    """
+    """Parse a number as vLLM's command line does: ``8k`` is 8,000, ``8K`` is 8,192. Raises
+    ValueError if it is no such number."""
     match = _COUNT.match(value)
     if match is None or (match[2] and not (match[3] or "").islower()):
         raise ValueError(f"{value!r} is no number; write 8192, 8K (which is 8192) or 8k (8000)")
@@ -66,10 +62,7 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,126}")
 
 
 def check_model_name(name: str) -> str:
-    """
-    Raises:
-        ValueError: clients cannot ask for a model, an alias or an adapter by that name.
-    """
+    """Raises ValueError if clients cannot ask for a model, an alias or an adapter by that name."""
     if _MODEL_NAME.fullmatch(name) is None:
         raise ValueError(
             f"{name[:130]!r} is no name: use up to 127 letters, digits and ._-/: with a letter or "

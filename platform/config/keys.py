@@ -75,10 +75,7 @@ class KeysFile(Section):
 
 
 def check_keys_differ(keys: tuple[ApiKey, ...]) -> None:
-    """
-    Raises:
-        FieldError: two keys have one name or hash.
-    """
+    """Raises FieldError if two keys have one name or hash."""
     names: set[str] = set()
     hashes: set[str] = set()
     for index, key in enumerate(keys):

@@ -26,12 +26,8 @@ S = TypeVar("S", bound=Section)
 
 
 def load(path: Path) -> Config:
-    """Read and check a configuration file.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or a field is wrong; one line an error,
-            each ``file:line: field: what is wrong``.
-    """
+    """Read and check a configuration file. Raises ConfigError if the file cannot be read, is not
+    YAML, or a field is wrong; one line an error, each ``file:line: field: what is wrong``."""
     return parse(_read(path), str(path))
 
 

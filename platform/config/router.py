@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from loomserve.platform.config.base import FieldError, Section
 
@@ -28,11 +28,18 @@ else:
 
 
 def policy_class(name: str) -> Any:
-    """The :class:`~loomserve.routers.policy.RoutingPolicy`; ValueError: it cannot be imported."""
+    """The :class:`~loomserve.routers.policy.RoutingPolicy`; ValueError: it cannot be used."""
     try:
-        return POLICIES[name].load()
-    except (ImportError, AttributeError) as error:
+        policy = POLICIES[name].load()
+    except Exception as error:  # whatever the import of a user's package raises
         raise ValueError(f"routing policy {name!r} cannot be imported: {error}") from error
+    options = getattr(policy, "Options", None)
+    if not (isinstance(options, type) and issubclass(options, BaseModel)):
+        raise ValueError(
+            f"routing policy {name!r} is no routing policy: {POLICIES[name].value} is to name a "
+            "subclass of loomserve.routers.policy.RoutingPolicy"
+        )
+    return policy
 
 
 class Router(Section):

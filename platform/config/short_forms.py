@@ -11,11 +11,8 @@ from loomserve.platform.config.base import AUTO, FieldError
 
 
 def in_full(given: dict[str, Any]) -> dict[str, Any]:
-    """A configuration as its sections have it; what is wrong in other ways stays as it is.
-
-    Raises:
-        FieldError: a short form is wrong.
-    """
+    """A configuration as its sections have it; what is wrong in other ways stays as it is. Raises
+    FieldError if a short form is wrong."""
     full = _placed(given, "devices")
     models = full.get("models")
     if isinstance(models, dict):

@@ -30,44 +30,19 @@ TimedBatch = tuple[BatchShape, float]
 """Real shape of a batch, and the seconds that it took."""
 
 
-@dataclass(frozen=True, slots=True)
-class Learning:
-    """Schedule and threshold of the estimator's learning; the defaults are Magnus's.
-
-    Attributes:
-        every_s: Seconds between looks at the finished batches.
-        error_s: A batch is learnt if its prediction is off by more than these seconds,
-        error_share: and by more than this share of the time that it took.
-    """
-
-    every_s: float = 120.0
-    error_s: float = 2.0
-    error_share: float = 0.2
-
-
-_MAGNUS = Learning()
+# Magnus's: seconds between looks at the finished batches, and the errors from which one is learnt.
+_EVERY_S, _ERROR_S, _ERROR_SHARE = 120.0, 2.0, 0.2
+_NEIGHBOURS = 3
 
 
 class BatchTimes:
     """Predictor of the batches of one engine; ``now`` is in seconds of one clock."""
 
-    def __init__(
-        self,
-        samples: Sequence[TimedBatch],
-        now: float,
-        neighbours: int = 3,
-        learning: Learning = _MAGNUS,
-    ) -> None:
-        """Begin with measured ``samples``.
-
-        Raises:
-            ValueError: there is no sample, or ``neighbours`` is below 1.
-        """
-        if not samples or neighbours < 1:
-            raise ValueError("give at least one measured batch and one neighbour to predict from")
+    def __init__(self, samples: Sequence[TimedBatch], now: float) -> None:
+        """Begin with measured ``samples``; without any it raises ``ValueError``."""
+        if not samples:
+            raise ValueError("give at least one measured batch to predict from")
         self._samples = list(samples)
-        self._neighbours = neighbours
-        self._learning = learning
         self._looked_s = now
         self._finished: list[TimedBatch] = []
         self._fit()
@@ -86,7 +61,7 @@ class BatchTimes:
     def finished(self, shape: BatchShape, seconds: float, now: float) -> None:
         """Take in a finished batch with its real lengths, and learn if it is time to."""
         self._finished.append((shape, seconds))
-        if now - self._looked_s >= self._learning.every_s:
+        if now - self._looked_s >= _EVERY_S:
             self._learn()
             self._looked_s = now
 
@@ -96,8 +71,7 @@ class BatchTimes:
         wrong = [
             batch
             for batch, guess in zip(self._finished, predicted, strict=True)
-            if abs(guess - batch[1])
-            > max(self._learning.error_s, self._learning.error_share * batch[1])
+            if abs(guess - batch[1]) > max(_ERROR_S, _ERROR_SHARE * batch[1])
         ]
         self._finished.clear()
         if wrong:
@@ -106,13 +80,12 @@ class BatchTimes:
 
     def _fit(self) -> None:
         # Tokens and requests differ in scale, and must count alike in the distance.
-        neighbours = min(self._neighbours, len(self._samples))
+        neighbours = min(_NEIGHBOURS, len(self._samples))
         self._knn = make_pipeline(
             StandardScaler(), KNeighborsRegressor(neighbours, weights="distance")
         )
         self._knn.fit(
-            _rows([shape for shape, _ in self._samples]),
-            [seconds for _, seconds in self._samples],
+            _rows([shape for shape, _ in self._samples]), [seconds for _, seconds in self._samples]
         )
 
 

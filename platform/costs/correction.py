@@ -39,7 +39,6 @@ class Correction:
         self._logarithm += gain * off
 
     def score(self, predicted: float, measured: float) -> None:
-        """Count the error of a corrected prediction."""
         off = abs(predicted - measured) / measured
         self._error += _NEWEST * (off - self._error)
         self._weight += _NEWEST * (1.0 - self._weight)

@@ -41,10 +41,9 @@ class EngineWork:
     def step(
         self, seconds: float, *, running: int, generated: int, computed: int, kv_usage: float
     ) -> None:
-        """Take in a step.
+        """Take in a step of ``seconds``.
 
         Args:
-            seconds: Time of the step.
             running: Requests in the batch after the step.
             generated: Generated tokens, first ones included.
             computed: Tokens of the prompts that the step completed.

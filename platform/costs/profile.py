@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from loomserve.platform.base.errors import LoomserveError
+from loomserve.platform.base.files import replace_file
 from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.costs.step_time import Step, StepTimes, TimedStep
 from loomserve.platform.costs.transfer_time import TransferTimes
@@ -61,7 +62,7 @@ class Profile(_Node):
         min_length=1,
         description="Steps in the order of time: tokens, requests, context, attention, seconds.",
     )
-    regressor: str
+    regressor: Literal["linear", "ridge"]
     degree: int = Field(ge=1, le=5)
     mape: float = Field(description="Of the winner on steps that neither fit nor choice had seen.")
     noise: float | None = Field(description="The machine's own, of equal steps; None: none were.")
@@ -87,7 +88,7 @@ class Profile(_Node):
 
 
 def path_of(weights: str, engine: ProfileKey) -> Path:
-    """Path of the profile of a model on a device, in ``profiles`` in the user's cache folder."""
+    """Path of a model's profile on a device, in ``profiles`` in the user's cache folder."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", f"{engine.device}-{engine.threads}").strip("-")
     digest = hashlib.sha256(weights.encode()).hexdigest()[:16]
     return cache_folder() / "profiles" / f"{digest}-{device}.json"
@@ -97,14 +98,12 @@ def save(profile: Profile) -> Path:
     """Write the profile over an older one of the same model and device."""
     path = path_of(profile.weights, profile.engine)
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(f".{os.getpid()}")
-    fresh.write_text(profile.model_dump_json(), encoding="utf-8")
-    fresh.replace(path)
+    replace_file(path, profile.model_dump_json())
     return path
 
 
 def read(path: Path, weights: str, engine: ProfileKey) -> Profile:
-    """Read the profile, and check that it is of this model, machine and engine.
+    """Read the profile of this model, machine and engine.
 
     Raises:
         ProfileError: it does not exist, is damaged, or is of another.
@@ -128,14 +127,9 @@ def read(path: Path, weights: str, engine: ProfileKey) -> Profile:
     return profile
 
 
-def load(
-    weights: str, engine: ProfileKey, path: Path | None = None
-) -> tuple[StepTimes, TransferTimes]:
-    """Predictors of this engine: from its profile at ``path``, else predictors that learn.
-
-    ``path=None``: where :func:`save` writes it.
-    """
-    path = path or path_of(weights, engine)
+def load(weights: str, engine: ProfileKey) -> tuple[StepTimes, TransferTimes]:
+    """Predictors of this engine: from its profile if there is one, else predictors that learn."""
+    path = path_of(weights, engine)
     try:
         profile = read(path, weights, engine)
     except ProfileError as error:

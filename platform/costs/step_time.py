@@ -43,12 +43,6 @@ class Step:
         return cls(tokens, requests, context, attention)
 
 
-def prefill(tokens: int, chunk: int) -> Iterable[Step]:
-    """Steps that compute ``tokens`` of one request alone from nothing, ``chunk`` at a time."""
-    for computed in range(0, tokens, chunk):
-        yield Step.of([(computed, min(chunk, tokens - computed))])
-
-
 TimedStep = tuple[Step, float]
 """A step and the seconds that it took."""
 
@@ -57,10 +51,10 @@ class StepModel(Protocol):
     """Predictor of steps without correction."""
 
     def seconds(self, step: Step) -> float:
-        """Predicted seconds of a step, above 0."""
+        """Predicted seconds, above 0."""
 
     def prefill_s(self, tokens: int, chunk: int) -> float:
-        """Predicted seconds of all steps of :func:`prefill`."""
+        """Predicted seconds of all steps that compute ``tokens`` alone, ``chunk`` at a time."""
 
     def learn(self, step: Step, seconds: float) -> bool:
         """Learn from a step that took ``seconds``; whether its prediction has changed."""
@@ -80,7 +74,6 @@ class StepTimes:
         return cls(OnlineModel())
 
     def seconds(self, step: Step) -> float:
-        """Predicted seconds of a step."""
         return self._correction.factor * self._model.seconds(step)
 
     def prefill_s(self, tokens: int, chunk: int) -> float:
@@ -99,7 +92,7 @@ class StepTimes:
 
     @property
     def error(self) -> float:
-        """Mean absolute error of the latest predictions, a share of measured time; 0 at first."""
+        """As of :class:`Correction`."""
         return self._correction.error
 
 

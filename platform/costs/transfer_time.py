@@ -15,11 +15,32 @@ TimedTransfer = tuple[int, float]
 _FIRST_GUESS = 5e9
 
 
-class TransferTimes:
-    """Predictor of transfers out of an engine (D2H) and into it (H2D), corrected by observations.
+class Direction:
+    """Predictor of transfers in one direction, corrected by observations.
 
     A transfer takes a latency, whatever its size, and then its bytes at ``bytes_per_s``.
     """
+
+    def __init__(self, bytes_per_s: float, latency_s: float, *, trusted: bool) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._latency_s = latency_s
+        self.correction = Correction(trusted=trusted)
+
+    def seconds(self, size: int) -> float:
+        """Predicted seconds of ``size`` bytes."""
+        return self.correction.factor * self._uncorrected(size)
+
+    def observe(self, size: int, seconds: float) -> None:
+        """Learn from a transfer; both arguments are above 0."""
+        self.correction.score(self.seconds(size), seconds)
+        self.correction.observe(self._uncorrected(size), seconds)
+
+    def _uncorrected(self, size: int) -> float:
+        return self._latency_s + size / self._bytes_per_s
+
+
+class TransferTimes:
+    """Predictors of transfers ``out`` of an engine (D2H) and ``into`` it (H2D)."""
 
     def __init__(
         self,
@@ -30,39 +51,18 @@ class TransferTimes:
         *,
         trusted: bool = True,
     ) -> None:
-        self._out = _Direction(out_bytes_per_s, out_latency_s, trusted)
-        self._in = _Direction(in_bytes_per_s, in_latency_s, trusted)
+        self.out = Direction(out_bytes_per_s, out_latency_s, trusted=trusted)
+        self.into = Direction(in_bytes_per_s, in_latency_s, trusted=trusted)
 
     @classmethod
     def unprofiled(cls) -> TransferTimes:
         """A predictor that guesses until the first transfers have been observed."""
         return cls(_FIRST_GUESS, _FIRST_GUESS, trusted=False)
 
-    def out_s(self, size: int) -> float:
-        """Predicted seconds of ``size`` bytes from the engine to host memory."""
-        return self._out.seconds(size)
-
-    def in_s(self, size: int) -> float:
-        """Predicted seconds of ``size`` bytes from host memory to the engine."""
-        return self._in.seconds(size)
-
-    def observe_out(self, size: int, seconds: float) -> None:
-        """Learn from a transfer out of the engine; both arguments are above 0."""
-        self._out.observe(size, seconds)
-
-    def observe_in(self, size: int, seconds: float) -> None:
-        """Learn from a transfer into the engine; both arguments are above 0."""
-        self._in.observe(size, seconds)
-
     @property
-    def out_error(self) -> float:
-        """Mean absolute error of the latest predictions, a share of measured time; 0 at first."""
-        return self._out.correction.error
-
-    @property
-    def in_error(self) -> float:
-        """Mean absolute error of the latest predictions, a share of measured time; 0 at first."""
-        return self._in.correction.error
+    def error(self) -> float:
+        """The larger :attr:`Correction.error` of the two directions."""
+        return max(self.out.correction.error, self.into.correction.error)
 
 
 def fit(transfers: Sequence[TimedTransfer]) -> tuple[float, float]:
@@ -74,22 +74,3 @@ def fit(transfers: Sequence[TimedTransfer]) -> tuple[float, float]:
         # The transfers are too few or too alike to tell the two apart.
         slope, latency = rows[:, 0].sum() / (rows[:, 0] ** 2).sum(), 0.0
     return float(1 / slope), float(latency)
-
-
-class _Direction:
-    """Predictor of transfers in one direction."""
-
-    def __init__(self, bytes_per_s: float, latency_s: float, trusted: bool) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._latency_s = latency_s
-        self.correction = Correction(trusted=trusted)
-
-    def seconds(self, size: int) -> float:
-        return self.correction.factor * self._uncorrected(size)
-
-    def observe(self, size: int, seconds: float) -> None:
-        self.correction.score(self.seconds(size), seconds)
-        self.correction.observe(self._uncorrected(size), seconds)
-
-    def _uncorrected(self, size: int) -> float:
-        return self._latency_s + size / self._bytes_per_s

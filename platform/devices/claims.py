@@ -1,7 +1,7 @@
-"""Claims on devices: file locks, which the kernel frees when the process ends in whatever way.
+"""Claims on devices: file locks, which the kernel frees however the process ends.
 
-A replica of a model has a device to itself among that model's replicas. Ray counts resources but
-does not say which core a replica gets, and replica ranks change when replicas come and go.
+Each replica of a model has a device of its own. Ray counts resources but does not say which core a
+replica gets, and replica ranks change.
 """
 
 from __future__ import annotations
@@ -49,11 +49,8 @@ def try_claim(model: str, devices: Sequence[Device], folder: Path) -> DeviceClai
 async def claim(
     model: str, devices: Sequence[Device], folder: Path, timeout_s: float
 ) -> DeviceClaim:
-    """Like :func:`try_claim`, but wait up to ``timeout_s`` for a replica that is stopping.
-
-    Raises:
-        StartError: every device stayed taken for ``timeout_s``.
-    """
+    """Like :func:`try_claim`, but wait for a replica that is stopping; raises StartError if
+    every device stays taken for ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while True:
         held = try_claim(model, devices, folder)
@@ -69,7 +66,6 @@ async def claim(
 
 
 def engine_environment(device: Device) -> dict[str, str]:
-    """Environment variables that bind an engine's worker to the device."""
     if device.kind == "cuda":
         return _visible([device])
     cores = ",".join(str(core) for core in device.cores)
@@ -78,10 +74,7 @@ def engine_environment(device: Device) -> dict[str, str]:
 
 
 def pipeline_environment(devices: Sequence[Device], layers: Sequence[int]) -> dict[str, str]:
-    """Environment variables that bind each stage of a pipeline to its device, in this order.
-
-    All devices are of one kind.
-    """
+    """Environment variables that bind each stage of a pipeline to its device, all of one kind."""
     partition = {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layers))}
     if devices[0].kind == "cuda":
         return partition | _visible(devices)
@@ -102,7 +95,7 @@ def _visible(gpus: Sequence[Device]) -> dict[str, str]:
 
 @contextmanager
 def on_cores(device: Device) -> Iterator[None]:
-    """Bind this thread, and threads that it starts, to a CPU device's cores; ignore a GPU."""
+    """Bind this thread, and those it starts, to a CPU device's cores."""
     before = os.sched_getaffinity(0)
     if device.kind == "cpu":
         os.sched_setaffinity(0, device.cores)

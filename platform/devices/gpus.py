@@ -13,24 +13,18 @@ from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import LOCAL_NODE, Device
 
 FREE_AT_START = 0.01
-"""Share of a GPU's memory that vLLM shall demand to be free when an engine starts.
-
-It demands some though it is told how much KV memory the engine has, by itself 0.92: a second model
-on the GPU would not start. Whether models fit is planned before that (:mod:`.memory`)."""
+"""Share of a GPU's memory that vLLM demands to be free when an engine starts. Its own 0.92 would
+keep a second model off the GPU; whether models fit is planned before (:mod:`.memory`)."""
 
 _ASKED = "--query-gpu=index,memory.total,memory.free"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """
-    Attributes:
-        total: Bytes of its memory; 0: its driver does not tell, as where it is the host's.
-        free: Bytes of it that nobody has taken.
-    """
-
     total: int
+    """Bytes of its memory; 0: its driver does not say, as where it is the host's."""
     free: int
+    """Bytes of it that nobody has taken."""
 
 
 def gpus_here() -> dict[int, Gpu]:
@@ -53,16 +47,7 @@ def vllm_is_for() -> Literal["cpu", "cuda"]:
 
 
 def check_devices(devices: Sequence[Device], node: str, there: Mapping[int, Gpu]) -> None:
-    """Check that this machine has the GPUs that devices name, and the vLLM for their kind.
-
-    Args:
-        devices: all of the configuration.
-        node: the name of this machine, of which alone it is.
-        there: its GPUs.
-
-    Raises:
-        StartError: it has not; names the field, and what there is.
-    """
+    """Raises StartError, which names the field, if ``node`` lacks a GPU or vLLM for a device."""
     for index, device in enumerate(devices):
         if device.on == node and (lack := lack_of(device, there)) is not None:
             raise StartError(f"devices[{index}].{lack.field}: {lack.why}")
@@ -76,7 +61,7 @@ class Lack(NamedTuple):
 
 
 def lack_of(device: Device, there: Mapping[int, Gpu]) -> Lack | None:
-    """What this machine, which the device is on and which has these GPUs, lacks for it."""
+    """What the device's machine, which has the GPUs ``there``, lacks for it."""
     here = "this machine" if device.on == LOCAL_NODE else f"node {device.on!r}"
     if device.gpu is not None and device.gpu not in there:
         what = f"device {device.name!r} is GPU {device.gpu}, and {here} has {_named(there)}"

@@ -40,13 +40,8 @@ TOKENIZER_BYTES = 100 * 2**20
 
 
 def replica_bytes(model: Model, held_bytes: int, gpus: Collection[str] = ()) -> float:
-    """Memory of one replica on its devices: the host's, or that of GPUs.
-
-    Args:
-        model: the replica's.
-        held_bytes: what an engine holds of its weights.
-        gpus: the devices that are GPUs.
-    """
+    """Memory of one replica on its devices: the host's, or that of GPUs. ``held_bytes``: what an
+    engine holds of its weights; ``gpus``: the names of devices that are GPUs."""
     if model.is_simulated:
         return SIMULATED_BYTES + model.kv_bytes
     stages = len(model.devices) if model.pipeline is not None else 0
@@ -56,10 +51,7 @@ def replica_bytes(model: Model, held_bytes: int, gpus: Collection[str] = ()) -> 
 
 
 def host_bytes(model: Model, held_bytes: int, gpus: Collection[str] = ()) -> float:
-    """Memory of the host that one replica takes; arguments are as of :func:`replica_bytes`.
-
-    Of a model on GPUs weights are there only while it sleeps.
-    """
+    """Host memory of one replica; on GPUs, weights are in it only while the model sleeps."""
     if model.is_simulated:
         return SIMULATED_BYTES
     if not is_on_gpus(model, gpus):
@@ -69,24 +61,17 @@ def host_bytes(model: Model, held_bytes: int, gpus: Collection[str] = ()) -> flo
 
 
 def is_on_gpus(model: Model, gpus: Collection[str]) -> bool:
-    """Whether it takes memory of devices that are GPUs."""
     return not model.is_simulated and not set(gpus).isdisjoint(model.devices)
 
 
 def gpus_of(devices: Iterable[Device]) -> frozenset[str]:
-    """The names of those that are GPUs."""
     return frozenset(each.name for each in devices if each.kind == "cuda")
 
 
 def gpus_there(
     devices: Iterable[Device], on_nodes: Mapping[str, Mapping[int, Gpu]]
 ) -> dict[str, Gpu]:
-    """What there is of each device that is a GPU, by the device's name.
-
-    Args:
-        devices: all.
-        on_nodes: GPUs by their numbers, by node.
-    """
+    """The GPU behind each device that is one; ``on_nodes``: GPUs by number, by node."""
     return {
         each.name: on_nodes.get(each.on, {}).get(each.gpu, Gpu(0, 0))
         for each in devices
@@ -100,7 +85,7 @@ def offline_bytes(model: OfflineModel, weight_bytes: int) -> float:
 
 
 def least_replicas(model: Model) -> int:
-    """The fewest replicas that a model's configuration allows, where it is there at all."""
+    """The fewest replicas that a model's configuration allows while it is loaded."""
     if isinstance(model.replicas, Scaling):
         return model.replicas.least
     if model.replicas != "auto":
@@ -120,17 +105,8 @@ def plan_replicas(
 ) -> dict[str, int]:
     """Plan the number of replicas to start for each model, on this machine alone.
 
-    Args:
-        models: Those that start with the platform.
-        held_bytes: What an engine of each holds of its weights.
-        kvstore_bytes: Memory of the KV store.
-        offline_bytes: Memory of all offline models.
-        front_ends: Processes that take requests.
-        gpus: The devices that are GPUs, and what there is of them.
-        served: All models that may be asked for.
-
-    Raises:
-        StartError: the least that the configuration asks for does not fit.
+    ``models`` start with the platform, ``served`` may be asked for, ``front_ends`` are gateway
+    processes. Raises StartError if the least that the configuration asks for does not fit.
     """
     taken = platform_bytes(front_ends, served) + kvstore_bytes + offline_bytes
     here = NodeMemory(available_bytes, taken, with_store=bool(kvstore_bytes))
@@ -139,12 +115,12 @@ def plan_replicas(
 
 
 def platform_bytes(front_ends: int, models: Collection[Model]) -> float:
-    """Memory of Ray, of what there is but once, and of so many front ends of all models."""
+    """Memory of Ray, of what there is once, and of the gateway processes beside these."""
     return PLATFORM_BYTES + (front_ends - 1) * FRONT_END_BYTES + _served(front_ends, models)
 
 
 def node_bytes(front_ends: int, models: Collection[Model]) -> float:
-    """Memory of Ray on any other node, and of so many front ends of all models."""
+    """Memory of Ray and of the gateway processes on any other node."""
     return NODE_BYTES + front_ends * FRONT_END_BYTES + _served(front_ends, models)
 
 
@@ -156,16 +132,11 @@ def _served(front_ends: int, models: Collection[Model]) -> float:
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """
-    Attributes:
-        available_bytes: What is free on a node.
-        taken_bytes: What all else will take of it, before any replica.
-        with_store: Whether a KV store is part of that.
-    """
-
     available_bytes: float
     taken_bytes: float
+    """What all else will take of it, before any replica."""
     with_store: bool = False
+    """Whether a KV store is part of that."""
 
 
 def plan_on_nodes(
@@ -179,16 +150,7 @@ def plan_on_nodes(
 
     Every model gets its fewest replicas, on the first of its devices. The memory that is left goes
     to models with ``replicas: auto``, a replica each in turn, up to one a device. A replica on a
-    GPU takes memory of it, and of its node.
-
-    Args:
-        held_bytes: What an engine of each holds of its weights.
-        node_of: Each device's node.
-        memory: Of each node.
-        gpus: The devices that are GPUs, and what there is of them.
-
-    Raises:
-        StartError: the least that the configuration asks for does not fit on a node or a GPU.
+    GPU takes memory of it, and of its node. Raises StartError if the least does not fit.
     """
     wanted = {model.name: least_replicas(model) for model in models}
     pools = _Pools(memory, gpus or {}, node_of, held_bytes)
@@ -209,7 +171,7 @@ def plan_on_nodes(
 
 
 class _Pools:
-    """What is left of the memory of nodes and of GPUs."""
+    """Memory left on nodes and GPUs."""
 
     def __init__(
         self,
@@ -234,22 +196,23 @@ class _Pools:
             self._on[name].append(model.name)
 
     def has(self, model: Model, device: str) -> bool:
-        """Whether such a replica still fits."""
         return self._on_host(model) <= self._nodes[self._node_of[device]] and all(
             size <= self._left[name] for name, size in self._on_gpus(model, device)
         )
 
     def check(self) -> None:
-        """
-        Raises:
-            StartError: more was taken than there is.
-        """
         for node, left in self._nodes.items():
             if left < 0:
                 raise _too_little(node, self._memory[node], left)
         for name, left in self._left.items():
             if left < 0:
-                raise _too_little_on_gpu(name, self._gpus[name], left, self._on[name])
+                gpu, models = self._gpus[name], ", ".join(self._on[name])
+                raise StartError(
+                    f"{models} need about {(gpu.free - left) / 2**30:.1f} GiB of the memory of "
+                    f"device {name!r}, and {gpu.free / 2**30:.1f} of its {gpu.total / 2**30:.1f} "
+                    "GiB are free: lower their kv_cache_memory, give some another device, or set "
+                    "start: on_demand for some"
+                )
 
     def _on_host(self, model: Model) -> float:
         return host_bytes(model, self._held[model.name], self._gpus)
@@ -269,16 +232,7 @@ def check_budgets(
     replicas: Mapping[str, int],
     devices: Sequence[Device],
 ) -> None:
-    """Check that models that start with the platform fit into what devices may give them.
-
-    Args:
-        models: Those that start with it.
-        held_bytes: What an engine of each holds of its weights.
-        replicas: How many of each.
-
-    Raises:
-        StartError: they do not on a device.
-    """
+    """Raises StartError if models that start with the platform exceed a device's ``memory``."""
     gpus = gpus_of(devices)
     for device in devices:
         there = [
@@ -310,24 +264,8 @@ def _too_little(node: str, memory: NodeMemory, bytes_left: float) -> StartError:
     )
 
 
-def _too_little_on_gpu(name: str, gpu: Gpu, left: float, models: Sequence[str]) -> StartError:
-    return StartError(
-        f"{', '.join(models)} need about {(gpu.free - left) / 2**30:.1f} GiB of the memory of "
-        f"device {name!r}, and {gpu.free / 2**30:.1f} of its {gpu.total / 2**30:.1f} GiB are free: "
-        "lower their kv_cache_memory, give some another device, or set start: on_demand for some"
-    )
-
-
 def check_shared_memory(kvstore_bytes: int, left_behind: int) -> None:
-    """Check that this machine has the shared memory of a KV store.
-
-    Args:
-        kvstore_bytes: what it is to have.
-        left_behind: bytes that an earlier one left there, which it takes over.
-
-    Raises:
-        StartError: there is less; says how to make room.
-    """
+    """Raises StartError if /dev/shm lacks room for the KV store beside what an earlier one left."""
     free = psutil.disk_usage("/dev/shm").free + left_behind
     if kvstore_bytes > free:
         raise StartError(

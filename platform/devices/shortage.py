@@ -57,12 +57,11 @@ def memory_bounds(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> list[Mem
 
 
 def used_share(bounds: Iterable[MemoryBound]) -> float:
-    """How much of the memory is used that has least left."""
+    """The used share of the memory that has least left."""
     return max(1 - each.available / each.total for each in bounds)
 
 
 def has_room(bounds: Iterable[MemoryBound], size: int) -> bool:
-    """Whether there is room for so many bytes below the threshold."""
     most = threshold()
     return all(each.total - each.available + size <= most * each.total for each in bounds)
 

@@ -31,7 +31,6 @@ class WaitingMetrics:
         self._known: dict[str, ModelStatus] = {}
 
     def set_states(self, states: Mapping[str, ModelStatus]) -> None:
-        """Set the states of all models."""
         for name in self._known.keys() - states.keys():
             for state in ModelStatus:
                 self._state.remove(name, state)
@@ -42,5 +41,4 @@ class WaitingMetrics:
         self._known = dict(states)
 
     def waited(self, model: str, outcome: str, seconds: float) -> None:
-        """Count a request that does not wait any more."""
         self._waited.labels(model, outcome).observe(seconds)

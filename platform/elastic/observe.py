@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from loomserve.platform.elastic.policy.busy import BusyShares
-from loomserve.platform.elastic.policy.returns import ReturnTimes
 from loomserve.platform.elastic.policy.snapshot import ElasticModel, ElasticSnapshot, ModelDemand
+from loomserve.platform.elastic.policy.uses import BusyShares, ReturnTimes
 from loomserve.platform.elastic.sizes import ModelSizes
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.registry import ModelRecord, ReplicaRecord
@@ -26,13 +25,9 @@ class ElasticObserver:
         wake_s: Mapping[str, float],
         gpus: Collection[str] = (),
     ) -> None:
-        """
-        Args:
-            fleet: of which it is.
-            budgets: bytes that models may take together, by pool.
-            wake_s: how long models took to come back from sleep, kept current by others.
-            gpus: the devices that are GPUs.
-        """
+        """``budgets``: bytes that models may take together, by pool; ``wake_s``: how long models
+        took to come back from sleep, kept current by others; ``gpus``: the devices that are
+        GPUs."""
         self.sizes, self.returns, self.busy = ModelSizes(gpus), ReturnTimes(), BusyShares()
         self._fleet, self._budgets, self._wake_s = fleet, budgets, wake_s
         self._load_s: dict[str, float] = {}
@@ -47,13 +42,8 @@ class ElasticObserver:
         moving: Collection[str],
         waiting_at: Mapping[str, str] | None = None,
     ) -> ElasticSnapshot:
-        """
-        Args:
-            now: by the fleet's clock.
-            demands: when each was first made, by model, in order.
-            moving: models that are on their way to what they are to be.
-            waiting_at: devices at which demands wait for others to go.
-        """
+        """``demands``: when each model was first asked for, in order; ``moving``: models on their
+        way to their presence; ``waiting_at``: devices at which demands wait for others to go."""
         models = [
             self._model(record, now, record.model.name in moving)
             for record in self._fleet.registry.records

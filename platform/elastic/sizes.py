@@ -17,7 +17,6 @@ class ModelSizes:
     """Sizes of models' replicas, in bytes of one device each."""
 
     def __init__(self, gpus: Collection[str] = ()) -> None:
-        """``gpus``: the devices that are GPUs."""
         self._gpus = gpus
         self._weights: dict[str, int] = {}
         self._asleep: dict[str, float] = {}
@@ -67,10 +66,8 @@ class ModelSizes:
         return self._estimate(model) - self._left_in_sleep(model)
 
     def _left_in_sleep(self, model: Model) -> float:
-        """What of its weights a replica's device is without in its sleep.
-
-        A GPU's go to the host's memory.
-        """
+        """What of its weights a replica's device is without in its sleep. A GPU's go to the host's
+        memory."""
         if is_on_gpus(model, self._gpus):
             return self._weights.get(model.name, 0)
         return self._dropped.get(model.name, 0)

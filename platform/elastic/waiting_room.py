@@ -52,12 +52,6 @@ class WaitingRoom:
     """The queues of all models; all of it runs on one event loop."""
 
     def __init__(self, ask: AskFor, bounds: Elastic, metrics: WaitingMetrics) -> None:
-        """
-        Args:
-            ask: the controller, for a model.
-            bounds: of how many wait, and for how long.
-            metrics: count those that wait.
-        """
         self._ask, self._bounds, self._metrics = ask, bounds, metrics
         self._routes: dict[str, ModelRoute] = {}
         self._queues: dict[str, _Queue] = {}
@@ -76,18 +70,13 @@ class WaitingRoom:
                 queue.asks_now.set()
 
     def waits_for(self, model: str) -> bool:
-        """Whether a request for this model has to wait here."""
         route = self._routes.get(model)
         return route is not None and route.on_demand and route.status not in _SERVING
 
     async def until_ready(self, model: str) -> None:
-        """Wait until the model is ready, which whoever comes first has it made.
-
-        Raises:
-            Unavailable: there is no room for the model, it cannot be loaded, too many wait, or it
-                took too long.
-            UnknownModel: it was unloaded meanwhile.
-        """
+        """Wait until the model is ready, which whoever comes first has it made. Raises Unavailable
+        if there is no room for the model, it cannot be loaded, too many wait, or it took too long;
+        UnknownModel if it was unloaded meanwhile."""
         if not self.waits_for(model):
             return
         queue = self._queues.setdefault(model, _Queue())
@@ -120,7 +109,6 @@ class WaitingRoom:
             self._metrics.waited(model, outcome, time.monotonic() - began)
 
     def waiting(self, model: str) -> int:
-        """How many requests wait for a model."""
         queue = self._queues.get(model)
         return len(queue.waiting) if queue is not None else 0
 

@@ -16,7 +16,6 @@ from loomserve.platform.run.fate import end_with_parent
 
 
 def executor_class(config: VllmConfig) -> type[Executor]:
-    """Return vLLM's choice of executor, or the non-spinning one if devices are cores."""
     chosen: type[Executor] = Executor.get_class(config)
     if chosen is MultiprocExecutor and current_platform.is_cpu():
         return NonSpinningExecutor

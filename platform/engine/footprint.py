@@ -1,4 +1,4 @@
-"""What a replica's engine is made of and takes, for those who decide what to move."""
+"""Size of a replica's engine, for those who decide what to move."""
 
 from __future__ import annotations
 
@@ -35,17 +35,13 @@ USED = Gauge(
 
 
 class Footprint:
-    """The last measurement of a replica's memory."""
-
     def __init__(
         self, facts: dict[str, int], *, start_s: float, measure: Callable[[], Awaitable[int]]
     ) -> None:
-        """
-        Args:
-            facts: the fields of :class:`FootprintState` that never change.
-            start_s: how long the replica took to start.
-            measure: the bytes that it has of its devices' memory: as :func:`own_bytes` has them on
-                a CPU, or as a GPU's workers say.
+        """``facts`` are the fields of :class:`FootprintState` that never change.
+
+        ``measure`` returns the bytes that it has of its devices' memory: :func:`own_bytes` on a
+        CPU, or as a GPU's workers say.
         """
         self.state: FootprintState | None = None
         self._facts: dict[str, Any] = {**facts, "start_s": start_s, "ready_at": time.monotonic()}
@@ -65,9 +61,9 @@ class Footprint:
 
 
 def own_bytes(engine_pid: int) -> int:
-    """What this process and the engine's have for themselves; shared memory has another owner.
+    """Bytes that this process and the engine's have for themselves, with their children.
 
-    Their children's count, too; an engine that was forked is no child.
+    Shared memory has another owner; an engine that was forked is no child.
     """
     found: set[psutil.Process] = set()
     for pid in (os.getpid(), engine_pid):

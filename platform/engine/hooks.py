@@ -10,16 +10,59 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from itertools import chain
 from pathlib import Path
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.paths import cache_folder
-from loomserve.platform.engine.hook_table import TABLE, TESTED_VERSIONS, Hook
+
+_TESTED = "tested"
+
+
+class HookKind(StrEnum):
+    """How a hook reaches into vLLM or Ray, from what is promised to what is not."""
+
+    PUBLIC = "public"
+    SUBCLASS = "subclass"
+    READ = "read"
+    WRITE = "write"
+    REPLACE = "replace"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One place where Loomserve depends on the inside of vLLM or Ray, as ``hooks.toml`` says."""
+
+    target: str
+    members: tuple[str, ...]
+    kind: HookKind
+    why: str
+    owner: str
+
+    @property
+    def package(self) -> str:
+        return self.target.partition(".")[0]
+
+
+def _read() -> tuple[dict[str, tuple[str, ...]], tuple[Hook, ...]]:
+    with Path(__file__).with_name("hooks.toml").open("rb") as file:
+        read = tomllib.load(file)
+    tested = {package: tuple(versions) for package, versions in read.pop(_TESTED).items()}
+    return tested, tuple(
+        Hook(row["target"], tuple(row["members"]), HookKind(row["kind"]), row["why"], owner)
+        for owner, rows in read.items()
+        for row in rows
+    )
+
+
+TESTED_VERSIONS, TABLE = _read()
+"""By package, the version that is pinned, then others that have all hooks; and all hooks."""
 
 
 class SourceError(LookupError):
@@ -27,16 +70,16 @@ class SourceError(LookupError):
 
 
 @dataclass(frozen=True)
-class ClassSource:
-    """A class as its source has it, with the classes that it inherits from in the same package."""
+class Source:
+    """A module's top level, or a class, as its source has it."""
 
     module: str
-    node: ast.ClassDef
+    node: ast.Module | ast.ClassDef
 
-    def line(self) -> Iterator[ClassSource]:
-        """The class, then what it inherits from, as far as the package's sources go."""
+    def line(self) -> Iterator[Source]:
+        """Itself, then what a class inherits from, as far as the package's sources go."""
         yield self
-        for base in self.node.bases:
+        for base in self.node.bases if isinstance(self.node, ast.ClassDef) else ():
             base = base.value if isinstance(base, ast.Subscript) else base
             name = base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
             found = _class_by_local_name(self.module, name)
@@ -47,7 +90,6 @@ class ClassSource:
         return any(member in _members(one.node) for one in self.line())
 
     def fields(self) -> Iterator[str]:
-        """Names of a dataclass's fields."""
         for one in self.line():
             for node in one.node.body:
                 match node:
@@ -56,28 +98,13 @@ class ClassSource:
                             yield name
 
     def parameters(self, method: str) -> list[str]:
-        """Names of a method's parameters, bound; empty for what is no method."""
+        """Names of a function's parameters, bound; empty for what is no function."""
         for one in self.line():
             for node in one.node.body:
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == method:
-                    names = _parameters(node)
+                    given = node.args
+                    names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
                     return names[1:] if names[:1] in (["self"], ["cls"]) else names
-        return []
-
-
-@dataclass(frozen=True)
-class ModuleSource:
-    """A module's top level as its source has it."""
-
-    module: str
-
-    def has(self, member: str) -> bool:
-        return member in _top_level(self.module)
-
-    def parameters(self, function: str) -> list[str]:
-        for node in module_tree(self.module).body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
-                return _parameters(node)
         return []
 
 
@@ -105,7 +132,7 @@ def verify(package: str, table: Sequence[Hook] = TABLE) -> None:
 
 
 def _digest(table: Sequence[Hook]) -> str:
-    """Of the table and of the files that it was compared with."""
+    """Digest of the table and of the files that it was compared with."""
     digest = hashlib.sha256(repr(table).encode())
     for module in sorted({hook.target.partition(":")[0] for hook in table}):
         with suppress(SourceError):
@@ -116,10 +143,10 @@ def _digest(table: Sequence[Hook]) -> str:
 
 
 def problems(hook: Hook) -> Iterator[str]:
-    """What of a hook the installed sources do not have, one text each."""
+    """What of a hook the installed sources lack, one text each."""
     module, _, name = hook.target.partition(":")
     try:
-        source = find_class(module, name) if name else ModuleSource(module)
+        source = find_class(module, name) if name else Source(module, module_tree(module))
         if source is None:
             raise SourceError(f"{module} has no {name}")
     except SourceError as error:
@@ -138,23 +165,19 @@ def problems(hook: Hook) -> Iterator[str]:
             yield f"{hook.target}.{there} does not take ({parameters}) ({hook.owner})"
 
 
-def find_class(module: str, name: str) -> ClassSource | None:
-    """A class that a module of an installed package defines or imports.
-
-    Raises:
-        SourceError: there is no such module.
-    """
+def find_class(module: str, name: str) -> Source | None:
+    """A class that an installed module defines or imports; raises as :func:`module_path`."""
     for node in module_tree(module).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
-            return ClassSource(module, node)
+            return Source(module, node)
     return _class_by_local_name(module, name)
 
 
 @cache
-def _class_by_local_name(module: str, name: str) -> ClassSource | None:
+def _class_by_local_name(module: str, name: str) -> Source | None:
     for node in ast.walk(module_tree(module)):
         if isinstance(node, ast.ClassDef) and node.name == name:
-            return ClassSource(module, node)
+            return Source(module, node)
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
                 same_package = node.module.split(".")[0] == module.split(".")[0]
@@ -168,19 +191,12 @@ def _class_by_local_name(module: str, name: str) -> ClassSource | None:
 
 @cache
 def module_tree(module: str) -> ast.Module:
-    """A module's source, parsed and not imported.
-
-    Raises:
-        SourceError: there is no such module.
-    """
+    """A module's source, parsed and not imported; raises as :func:`module_path`."""
     return ast.parse(module_path(module).read_bytes())
 
 
 def module_path(module: str) -> Path:
-    """
-    Raises:
-        SourceError: there is no such module.
-    """
+    """A module's file; raises ``SourceError`` if there is none."""
     package, *rest = module.split(".")
     spec = importlib.util.find_spec(package)  # of a top-level package: it is not imported
     if spec is None or spec.origin is None:
@@ -193,15 +209,10 @@ def module_path(module: str) -> Path:
 
 
 @cache
-def _top_level(module: str) -> frozenset[str]:
-    return frozenset(_named(module_tree(module).body))
-
-
-@cache
-def _members(node: ast.ClassDef) -> frozenset[str]:
-    """Names in a class's body, and attributes that its methods set on ``self``."""
+def _members(node: ast.Module | ast.ClassDef) -> frozenset[str]:
+    """Names in the body, and attributes that a class's methods set on ``self``."""
     names = set(_named(node.body))
-    for inner in ast.walk(node):
+    for inner in ast.walk(node) if isinstance(node, ast.ClassDef) else ():
         if (
             isinstance(inner, ast.Attribute)
             and isinstance(inner.ctx, ast.Store)
@@ -225,8 +236,3 @@ def _named(body: Iterable[ast.stmt]) -> Iterator[str]:
                 yield from (alias.asname or alias.name for alias in node.names)
             case ast.If() | ast.Try():
                 yield from _named([*node.body, *node.orelse])
-
-
-def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    given = node.args
-    return [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]

@@ -22,14 +22,13 @@ from vllm.v1.request import Request, RequestStatus
 
 from loomserve.kvstore.engine.connector import StoreConnector
 from loomserve.platform.costs import profile
-from loomserve.platform.engine.kv_blocks import block_bytes
 from loomserve.platform.engine.profiling.profile_key import profile_key, weights_digest
 from loomserve.platform.engine.profiling.step_timing import StepClock
 from loomserve.platform.engine.resumption.scheduling import ResumedRequests
 from loomserve.platform.engine.scheduler_calls import SchedulerCalls
 from loomserve.platform.engine.scheduling.admission import Admission
 from loomserve.platform.engine.scheduling.any_version import AnyVersionScheduler
-from loomserve.platform.engine.scheduling.costs import EngineCosts
+from loomserve.platform.engine.scheduling.costs import EngineCosts, block_bytes
 from loomserve.platform.engine.scheduling.device_time import DeviceTime
 from loomserve.platform.engine.scheduling.gated_queue import GatedQueue
 from loomserve.platform.engine.scheduling.order import QueueOrder
@@ -253,7 +252,6 @@ class AdaptiveScheduler(AnyVersionScheduler):
         super()._preempt_request(request, timestamp, drop_stale_output)
 
     def _kept(self, request: Request) -> bool:
-        """Whether the request's KV is kept elsewhere; else it is computed again."""
         if any(hooks.keeps_kv(request) for hooks in self.hooks):
             return True
         table = self.kv_cache_manager.get_block_ids(request.request_id)[0]

@@ -22,10 +22,8 @@ WorkerCall = Callable[..., Any]
 class SchedulerCalls:
     """Answers the calls of one protocol for the engine with this configuration.
 
-    Args:
-        config: the engine's, whose EngineCore this process is.
-        protocol: its methods are the calls.
-        answerer: makes an implementation of the protocol that calls these workers.
+    The methods of ``protocol`` are the calls. ``answerer`` makes an implementation of it that calls
+    the workers which it is given.
     """
 
     def __init__(

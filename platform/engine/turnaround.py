@@ -1,7 +1,7 @@
-"""How long requests take and wait, by an engine's outputs: pure, seconds of one clock.
+"""Times of requests in an engine, by its outputs: pure, seconds of one clock.
 
 vLLM's EngineCore tells when a request was scheduled or preempted only with that request's next
-output. So who waits now is concluded: as long as the engine says that some do, it is those that had
+output. So who waits now is inferred: as long as the engine says that some do, it is those that had
 no output in its last step. A prompt whose computation takes several steps counts among them.
 """
 
@@ -17,12 +17,10 @@ _RECENT = 100
 
 
 class Finished(NamedTuple):
-    """What a request's stay in the engine was like.
+    """A request's stay in the engine.
 
-    Attributes:
-        weighted_turnaround: (finish - arrival) / (finish - first scheduled), at least 1:
-            AdaptiveLLM, eq. 5.
-        preemptions: How often it was preempted.
+    ``weighted_turnaround`` is (finish - arrival) / (finish - first scheduled), at least 1:
+    AdaptiveLLM, eq. 5.
     """
 
     weighted_turnaround: float
@@ -47,7 +45,7 @@ class Turnaround:
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     def arrived(self, request_id: str, now: float) -> None:
-        """A request has come, or more of the input of one that is there."""
+        """A request has come, or more of the input of a known one."""
         self._requests.setdefault(request_id, _Request(now))
 
     def scheduled(self, request_id: str, at: float) -> None:

@@ -1,22 +1,88 @@
-"""vLLM's CPU worker that waits for work without spinning, and takes seeded requests."""
+"""vLLM's CPU worker and its model runner, for devices that are cores."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from loomserve.platform.base.heap import give_back_freed
 from loomserve.platform.engine.adapters.segments import compute_by_segments, refuse_experts
 from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
-from loomserve.platform.engine.pipeline_stage import StageModelRunner
 from loomserve.platform.engine.process.lone_groups import groups_without_ports
+from loomserve.platform.engine.resumption.model_runner import ResumesRequests
 from loomserve.platform.engine.sleeping.memory import give_back_pages
-from loomserve.platform.engine.sleeping.weights import SleepingWeights
+from loomserve.platform.engine.sleeping.sleep import SleepingWeights
 from loomserve.platform.run.fate import end_with_parent
+
+
+class _Drawn(NamedTuple):
+    """The state of a request's generator before the draw that followed so many output tokens."""
+
+    after: int
+    state: torch.Tensor
+
+
+class SeedKeepingModelRunner(ResumesRequests, CPUModelRunner):  # type: ignore[misc]
+    """CPU model runner whose seeded requests draw once for each of their tokens.
+
+    vLLM draws for every request of a step. For a prompt of which a part is still to be computed it
+    takes the draw back by moving the generator's offset, which only GPUs' generators have: on a
+    CPU, a seeded request with a prompt of more than one step ends the engine. For a token that the
+    scheduler drops, because a lender or the KV store has failed in its step, vLLM takes nothing
+    back. Here both draws are taken back.
+    """
+
+    _drawn: dict[str, _Drawn]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._drawn = {}
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        for finished in scheduler_output.finished_req_ids:
+            self._drawn.pop(finished, None)
+        known = scheduler_output.scheduled_cached_reqs
+        for name, tokens in zip(known.req_ids, known.num_output_tokens, strict=True):
+            drawn = self._drawn.get(name)
+            if drawn is not None and drawn.after == tokens:
+                self.requests[name].generator.set_state(drawn.state)
+        return super()._update_states(scheduler_output)
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        batch = self.input_batch
+        for place, generator in batch.generators.items():
+            name = batch.req_ids[place]
+            after = len(self.requests[name].output_token_ids)
+            self._drawn[name] = _Drawn(after, generator.get_state())
+        return super()._sample(*args, **kwargs)
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        generators, self.input_batch.generators = self.input_batch.generators, {}
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            self.input_batch.generators = generators
+
+
+class StageModelRunner(SeedKeepingModelRunner):
+    """CPU model runner that can receive activations as soon as its model is loaded.
+
+    vLLM allocates the memory for them when it warms the model up for compilation. An engine on a
+    CPU that compiles nothing is not warmed up, and fails in its first step as a later stage.
+    """
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if not get_pp_group().is_first_rank:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
 
 
 class NonSpinningWorker(CPUWorker):  # type: ignore[misc]

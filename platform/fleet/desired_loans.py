@@ -44,18 +44,12 @@ class DesiredLoans:
         self._shards.setdefault(place, told)
 
     def observe(self, before: Heartbeat, now: Heartbeat) -> None:
-        """Leave a shard at home that came home by itself.
-
-        Its lender was slow, needed its memory or died, which a planner has to see first.
-
-        Args:
-            before, now: consecutive heartbeats of one replica.
-        """
+        """Between two heartbeats of a replica, leave a shard at home that came home by itself: its
+        lender was slow, needed its memory or died, which a planner has to see first."""
         for lender in _with_shards(before) - _with_shards(now):
             self._shards.get(place_of(now), {}).pop(lender, None)
 
     def is_off(self, borrower: str, lender: str) -> bool:
-        """Whether an operator has switched the pair off."""
         return (borrower, lender) in self.pairs_off
 
     def switch(self, borrower: str, lender: str, enabled: bool) -> None:

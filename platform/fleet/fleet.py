@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from loomserve.platform.adapters.table import AdapterTable
 from loomserve.platform.aliases.table import AliasTable
 from loomserve.platform.config import Alias, Device
 from loomserve.platform.fleet.loans import FleetLoans
-from loomserve.platform.fleet.messages import DesiredState, Heartbeat, LenderReplica, MoveOrder
+from loomserve.platform.fleet.messages import DesiredState, Heartbeat, MoveOrder
 from loomserve.platform.fleet.nodes import FleetNodes
 from loomserve.platform.fleet.registry import Registry, ReplicaRecord
 from loomserve.platform.fleet.views import FleetViews
 from loomserve.platform.fleet.wishes import Wishes
 from loomserve.platform.state import Presence
-from loomserve.platform.state.roles import Role
-
-
-@dataclass(frozen=True)
-class EngineRecord:
-    """A live replica, as those see it who decide what moves between replicas.
-
-    Attributes:
-        heartbeat: The last.
-        role: As the replica is told with its next heartbeat.
-        lenders: Replicas with which it may keep requests' KV, an operator's switches considered.
-        limits: Of these loans, bytes by the lender's model; those without one have none.
-        shard_lenders: Replicas that may compute heads or layers of it.
-        draining: Whether it is told, or says, to take no new requests.
-    """
-
-    heartbeat: Heartbeat
-    role: Role
-    lenders: tuple[LenderReplica, ...]
-    limits: Mapping[str, int]
-    shard_lenders: frozenset[str]
-    draining: bool
 
 
 class Fleet:
-    """Answers heartbeats with the state desired of a replica.
-
-    Times are monotonic seconds of the caller's one clock.
+    """Answers heartbeats with the state desired of a replica. Times are monotonic seconds of the
+    caller's one clock.
 
     Attributes:
-        registry: Models and replicas.
-        loans: Who lends to whom.
-        nodes: Where it runs.
-        aliases: Names that stand for models.
-        adapters: LoRA adapters of models.
-        views: What others see of all.
-        orders: What replicas shall have go on elsewhere, by their ids.
+        orders: Which requests are to go on elsewhere, by the id of their replica.
         gives_back: Why replicas are to end and give their memory back, by their ids.
     """
 
@@ -61,12 +31,7 @@ class Fleet:
         drain_timeout_s: float,
         aliases: AliasTable | None = None,
     ) -> None:
-        """
-        Args:
-            devices: all that models may use.
-            drain_timeout_s: how long a replica that is stopped waits for its requests.
-            aliases: those of the configuration; None: it has none.
-        """
+        """``drain_timeout_s``: how long a replica that is stopped waits for its requests."""
         self.registry = Registry()
         self.aliases = aliases or AliasTable({})
         self.adapters = AdapterTable(drain_timeout_s)
@@ -79,10 +44,8 @@ class Fleet:
         self._drain_timeout_s = drain_timeout_s
 
     def report(self, heartbeat: Heartbeat, now: float) -> DesiredState:
-        """Take in a replica's heartbeat, and say what the replica shall be.
-
-        Its times are of the replica's clock; all that is kept is of the caller's.
-        """
+        """Take in a replica's heartbeat, and say what the replica should be. Its times are of the
+        replica's clock; all that is kept is of the caller's."""
         heartbeat = heartbeat.received(now)
         if heartbeat.model.name not in self.registry:
             # Its model has just been unloaded.
@@ -112,11 +75,8 @@ class Fleet:
         )
 
     def set_alias(self, name: str, alias: Alias | None) -> None:
-        """Change what an alias stands for; None: it is deleted.
-
-        Raises:
-            RequestError: it cannot be, as of :class:`AliasTable`.
-        """
+        """Change what an alias stands for; None: it is deleted. Raises RequestError if it cannot
+        be, as of :class:`AliasTable`."""
         if alias is None:
             self.aliases.delete(name)
         else:
@@ -124,7 +84,6 @@ class Fleet:
             self.aliases.put(name, alias, [*models, *self.adapters.names])
 
     def wishes(self) -> Wishes:
-        """What operators wish, and plans in their place."""
         return Wishes(
             models=self.registry.wishes(),
             drained=tuple(sorted(self.registry.drained)),
@@ -150,24 +109,3 @@ class Fleet:
         self.adapters.restore(wishes.adapters, wishes.last_adapter)
         self.loans.desired.pairs_off |= set(wishes.pairs_off)
         self.loans.desired.draining |= set(wishes.draining_loans)
-
-    def engine_records(self, now: float) -> tuple[EngineRecord, ...]:
-        """All live replicas."""
-        return tuple(self._engine_record(each, now) for each in self.registry.all_live(now))
-
-    def engine_record(self, replica_id: str, now: float) -> EngineRecord:
-        """
-        Raises:
-            NotFound: no replica of that id reports.
-        """
-        return self._engine_record(self.registry.live_replica(replica_id, now), now)
-
-    def _engine_record(self, replica: ReplicaRecord, now: float) -> EngineRecord:
-        return EngineRecord(
-            heartbeat=replica.heartbeat,
-            role=self.registry.record(replica.model.name).role(replica.heartbeat),
-            lenders=tuple(self.loans.lenders(replica, now)),
-            limits=self.loans.limits(replica.id),
-            shard_lenders=self.loans.shard_lenders(replica, now),
-            draining=replica.stops,
-        )

@@ -3,7 +3,7 @@
 Whoever has the admin token decides which models run, and whoever writes the configuration file
 which code and which files. So what is taken over HTTP are sizes, data types, parsers and switches
 that neither import code, open files or connections, read pickles, take templates or tensors from
-clients, nor log prompts. An option that vLLM gets anew is refused until somebody has looked at it.
+clients, nor log prompts. A new option of vLLM is refused until somebody has looked at it.
 """
 
 from __future__ import annotations
@@ -62,10 +62,8 @@ _WORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def check_given_over_http(options: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        BadRequest: one of a model's engine options may stand in the configuration file only.
-    """
+    """Raises BadRequest if one of a model's engine options may stand in the configuration file
+    only."""
     for option, value in options.items():
         if option not in TAKEN:
             raise _refused(option, "is not one of those that are taken over HTTP", option)

@@ -31,33 +31,21 @@ def lenders_of(model: Model, models: Iterable[Model]) -> tuple[str, ...]:
 
 
 def lending_options(model: Model, models: Iterable[Model]) -> LendingOptions | None:
-    """Options of an engine of ``model``; None: it neither lends nor borrows.
-
-    One replica of each lender's model lends to a borrower's replica, so it has as many lenders as
-    there are such models.
-    """
+    """Options of an engine of ``model``; None: it neither lends nor borrows. One replica of each
+    lender's model lends to a borrower's, so it has as many lenders as there are such models."""
     given = model.lending
     if given is None:
         return None
+    same = given.model_dump(include={"placement", "lent_share", "patience_ms", "tpot_budget"})
     if given.auto:
-        return LendingOptions(
-            borrow_bytes=model.kv_cache_memory,
-            lend_bytes=model.kv_cache_memory,
-            placement=given.placement,
-            lent_share=given.lent_share,
-            patience_ms=given.patience_ms,
-            tpot_budget=given.tpot_budget,
-            # Slices would have to be timed and packed at each start.
-            polling="operators",
-        )
+        size = model.kv_cache_memory
+        # Slices would have to be timed and packed at each start.
+        return LendingOptions(borrow_bytes=size, lend_bytes=size, polling="operators", **same)
     return LendingOptions(
         borrow_bytes=given.borrow_memory or 0,
         lend_bytes=given.lend_memory or 0,
         lenders=max(1, len(given.lenders) or len(lenders_of(model, models))),
-        placement=given.placement,
-        lent_share=given.lent_share,
-        patience_ms=given.patience_ms,
-        tpot_budget=given.tpot_budget,
+        **same,
     )
 
 
@@ -69,13 +57,8 @@ class FoundPairs:
         self._found_at = float("-inf")
 
     def follow(self, registry: Registry, now: float, off: Container[tuple[str, str]]) -> None:
-        """Look once a second who is hot and who is cold.
-
-        Args:
-            registry: of the replicas.
-            now: by its clock.
-            off: borrowers' and lenders' models that an operator keeps apart.
-        """
+        """Find once a second who is hot and who is cold. ``off``: borrowers' and lenders' models
+        that an operator keeps apart."""
         if now - self._found_at < _EVERY_S:
             return
         self._found_at = now
@@ -104,7 +87,6 @@ class FoundPairs:
         return {pair for pair in off if auto.issuperset(pair)}
 
     def models(self, registry: Registry) -> Iterator[tuple[str, str]]:
-        """Borrower's and lender's model of each pair."""
         for pair in self._lenders.items():
             one, other = map(registry.find, pair)
             if one is not None and other is not None:

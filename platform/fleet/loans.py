@@ -33,14 +33,8 @@ class FleetLoans:
 
     def set_pair(self, pair: str, enabled: bool) -> None:
         """Let a model borrow from another, without plans' limits, or end what it has borrowed.
-
-        Args:
-            pair: ``borrower/lender``.
-            enabled: whether it may.
-
-        Raises:
-            NotFound: these are no two models of which one may borrow from the other.
-        """
+        ``pair`` is ``borrower/lender``. Raises NotFound if one may not borrow from the other by the
+        configuration."""
         known = {f"{borrower}/{lender}": (borrower, lender) for borrower, lender in self._pairs()}
         if pair not in known:
             names = ", ".join(sorted(known)) or "none"
@@ -48,11 +42,8 @@ class FleetLoans:
         self.desired.switch(*known[pair], enabled)
 
     def drain(self, name: str, now: float) -> None:
-        """End a loan once nothing lies there.
-
-        Raises:
-            NotFound: no live replica has borrowed under that name.
-        """
+        """End a loan once nothing lies there. Raises NotFound if no live replica has borrowed under
+        that name."""
         known = {loan.name for loan in self._loans(now)}
         if name not in known:
             names = ", ".join(sorted(known)) or "none"
@@ -62,49 +53,30 @@ class FleetLoans:
 
     def limit(self, replica_id: str, lender: str, most_bytes: int | None) -> None:
         """Limit the KV that a replica, and those after it on its device, keeps with a lender.
-
-        Raises:
-            NotFound: no replica of that id has reported.
-        """
+        Raises NotFound if no replica of that id has reported."""
         self.desired.limit(self._place(replica_id), lender, most_bytes)
 
     def move_shard(
         self, replica_id: str, lender: str, shard: ShardSpec | None, device: str | None = None
     ) -> None:
-        """Have a lender's model compute a shard of a replica; None: have the shard come home.
-
-        Args:
-            replica_id: whose shard it is.
-            lender: the model.
-            shard: of all of the replica's requests.
-            device: on which the lender's replica is; None: any.
-
-        Raises:
-            NotFound: no replica of that id has reported.
-        """
+        """Have a lender's model, on ``device`` if given, compute a shard of a replica; None: have
+        the shard come home. Raises NotFound if no replica of that id has reported."""
         desired = DesiredShard(shard, device) if shard else None
         self.desired.move_shard(self._place(replica_id), lender, desired)
 
     # What they are
 
     def shards(self, replica_id: str) -> dict[str, ShardSpec]:
-        """The desired shards of a replica, by the lender's model.
-
-        Raises:
-            NotFound: no replica of that id has reported.
-        """
+        """The desired shards of a replica, by the lender's model. Raises NotFound if no replica of
+        that id has reported."""
         return self.desired.shards(self._place(replica_id))
 
     def limits(self, replica_id: str) -> dict[str, int]:
-        """Limits of a replica's loans in bytes, by the lender's model.
-
-        Raises:
-            NotFound: no replica of that id has reported.
-        """
+        """Limits of a replica's loans in bytes, by the lender's model. Raises NotFound if no
+        replica of that id has reported."""
         return self.desired.limits(self._place(replica_id))
 
     def state(self, now: float) -> LendingState:
-        """What operators see."""
         return LendingState(
             models=tuple(
                 LendingModelState(
@@ -144,7 +116,6 @@ class FleetLoans:
             self.desired.observe(before, heartbeat)
 
     def lenders_off(self, borrower: ReplicaRecord) -> tuple[str, ...]:
-        """Models from which an operator does not let the replica borrow."""
         return tuple(
             lender
             for lender in lenders_of(borrower.model, self.registry.models)
@@ -152,7 +123,6 @@ class FleetLoans:
         )
 
     def draining(self, borrower: ReplicaRecord) -> tuple[str, ...]:
-        """Names of the replica's loans that are to end."""
         return tuple(
             loan.name
             for loan in borrower.heartbeat.loans
@@ -227,7 +197,6 @@ class FleetLoans:
         return None
 
     def _may_lend_to(self, borrower: ReplicaRecord, lender: str, now: float) -> list[ReplicaRecord]:
-        """Replicas of the lender's model."""
         if self.desired.is_off(borrower.model.name, lender):
             return []
         return [each for each in self.registry.live(lender, now) if self._may_lend(each, borrower)]

@@ -72,10 +72,8 @@ def model_app(model: str) -> str:
 
 
 def replica_app(model: str, device: str) -> str:
-    """The Serve application that has a model's replica on a device.
-
-    Serve places all replicas of one alike, and those of a model belong on a device each.
-    """
+    """The Serve application that has a model's replica on a device. Serve places all replicas of
+    one alike, and those of a model belong on a device each."""
     return f"{model_app(model)}{_ON}{device}"
 
 
@@ -85,24 +83,17 @@ def gateway_app(node: str) -> str:
 
 
 def nodes_with_gateways(apps: Iterable[str]) -> frozenset[str]:
-    """The nodes that have one of these Serve applications."""
     beginning = GATEWAY_APP + _ON
     return frozenset(app.removeprefix(beginning) for app in apps if app.startswith(beginning))
 
 
 def is_ours(app: str) -> bool:
-    """Whether a Serve application is the platform's."""
     once = (GATEWAY_APP, CONTROLLER_APP, BATCH_APP, READY_APP)
     return app in once or app.startswith((MODEL_APP_PREFIX, GATEWAY_APP + _ON))
 
 
 def devices_with_replicas(model: str, apps: Mapping[str, Any]) -> dict[str, Any]:
-    """The devices of a model's replicas, with what is known of each.
-
-    Args:
-        model: its name.
-        apps: what is known of each Serve application, by its name.
-    """
+    """The devices of a model's replicas, with what is known of the Serve application of each."""
     beginning = model_app(model) + _ON
     return {
         name.removeprefix(beginning): known
@@ -120,9 +111,8 @@ class EngineSpec(_Message):
 
     model: Model
     devices: tuple[Device, ...] = Field(description="Where it runs; of a pipeline, its stages.")
-    stage_layers: tuple[int, ...] = Field(
-        (), description="Layers of each device of a pipeline; else none."
-    )
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each device of a pipeline; else none."""
     path: str = Field(description="Local folder or hub id of the weights, once they are resolved.")
     base: str = Field("", description="Folder to which the model's source is relative.")
     parsers: ChatParsers | None = Field(None, description="Once the path is resolved.")
@@ -130,9 +120,8 @@ class EngineSpec(_Message):
     drain_timeout_s: float
     log_format: LogFormat = Field("text", description="Of its replica's log.")
     media_hosts: tuple[str, ...] = Field((), description="Hosts that it may fetch media from.")
-    kv_transfer_config: dict[str, Any] | None = Field(
-        description="vLLM's option that connects to the KV store; None: blocks are not stored."
-    )
+    kv_transfer_config: dict[str, Any] | None
+    """vLLM's option that connects to the KV store; None: blocks are not stored."""
     scheduling: SchedulerOptions
     lending: LendingOptions | None = Field(description="None: it neither lends nor borrows.")
 
@@ -143,10 +132,8 @@ class FrontEndSpec(_Message):
     path: str = Field(description="Local folder or hub id of the weights.")
     engine_options: dict[str, Any] = Field(description="vLLM's, all that were set.")
     parsers: ChatParsers | None = Field(None, description="Those among the options, and why.")
-    local_prompt_tokens: int = Field(
-        LOCAL_PROMPT_TOKENS,
-        description="A prompt of at most this length is computed where it is answered.",
-    )
+    local_prompt_tokens: int = LOCAL_PROMPT_TOKENS
+    """A prompt of at most this length is computed where it is answered."""
 
 
 class AwakeOrder(_Message):
@@ -157,7 +144,7 @@ class AwakeOrder(_Message):
 
 
 class MoveOrder(_Message):
-    """Requests of a replica that shall go on with another one of its model."""
+    """Requests of a replica that should go on with another one of its model."""
 
     id: str = Field(description="Each order is carried out once.")
     to: str = Field(description="The other replica.")
@@ -199,7 +186,6 @@ class Heartbeat(_Message):
 
     @property
     def loans(self) -> tuple[LoanState, ...]:
-        """Loans that the replica has borrowed."""
         return self.borrowing.loans if self.borrowing else ()
 
     def received(self, at: float) -> Self:
@@ -270,26 +256,19 @@ class DesiredState(_Message):
     gives_back: str = Field("", description="Why it is to end, and give its memory back.")
     stop_timeout_s: float = Field(description="Seconds to wait for open requests when stopped.")
     role: Role
-    lenders: tuple[LenderReplica, ...] = Field(
-        (), description="Replicas from which it may borrow, the best first; all other loans end."
-    )
-    lenders_off: tuple[str, ...] = Field(
-        (), description="Models from which an operator does not let it borrow."
-    )
-    lender_limits: dict[str, int] = Field(
-        default_factory=dict,
-        description="Most bytes of KV that it may keep with a lender's model; 0: no loan.",
-    )
-    shards: dict[str, ShardSpec] = Field(
-        default_factory=dict,
-        description="Shards that a lender's model computes, by its name.",
-    )
+    lenders: tuple[LenderReplica, ...] = ()
+    """Replicas from which it may borrow, the best first; all other loans end."""
+    lenders_off: tuple[str, ...] = ()
+    """Models from which an operator does not let it borrow."""
+    lender_limits: dict[str, int] = Field(default_factory=dict)
+    """Most bytes of KV that it may keep with a lender's model; 0: no loan."""
+    shards: dict[str, ShardSpec] = Field(default_factory=dict)
+    """Shards that a lender's model computes, by its name."""
     drain_loans: tuple[str, ...] = Field((), description="Names of its loans that end.")
     move: MoveOrder | None = Field(None, description="None: nothing is to go on elsewhere.")
     adapters: tuple[Adapter, ...] = Field((), description="All that it shall have.")
-    loans: tuple[str, ...] = Field(
-        (), description="Names of the loans with it that live borrowers know of."
-    )
+    loans: tuple[str, ...] = ()
+    """Names of the loans with it that live borrowers know of."""
 
 
 class KvAccess(_Message):
@@ -315,9 +294,8 @@ class LineRequest(_Message):
     path: str
     body: dict[str, Any]
     request_id: str
-    model: str | None = Field(
-        None, description="Which of its alias's models the lane has chosen; else its own."
-    )
+    model: str | None = None
+    """Which of its alias's models the lane has chosen; else its own."""
     engine: str | None = Field(description="The replica that has room for it, if any is known.")
     timeout_s: float = Field(description="Most seconds in which an engine gives it no token.")
 
@@ -339,9 +317,8 @@ class ModelRoute(_Message):
 
     name: str
     status: ModelStatus
-    on_demand: bool = Field(
-        False, description="Whether requests wait for it where it is not ready, and have it come."
-    )
+    on_demand: bool = False
+    """Whether requests wait for it where it is not ready, and have it come."""
     problem: str = Field("", description="Why it is not ready, if it failed.")
     policy: str
     max_concurrent_requests: int
@@ -353,9 +330,8 @@ class ModelRoute(_Message):
     front_end: FrontEndSpec | None = Field(None, description="None: no replica has reported.")
     replicas: tuple[ReplicaRoute, ...]
     adapters: tuple[AdapterRoute, ...] = ()
-    adapter: str | None = Field(
-        None, description="The adapter that a request asks for; None: the model itself."
-    )
+    adapter: str | None = None
+    """The adapter that a request asks for; None: the model itself."""
 
     @property
     def asked(self) -> str:
@@ -370,9 +346,8 @@ class Routes(_Message):
     version: int
     models: tuple[ModelRoute, ...]
     aliases: dict[str, Alias] = Field(default_factory=dict)
-    drained_nodes: tuple[str, ...] = Field(
-        (), description="Nodes whose gateways are to get no more clients."
-    )
+    drained_nodes: tuple[str, ...] = ()
+    """Nodes whose gateways are to get no more clients."""
 
     @property
     def adapters(self) -> tuple[AdapterRoute, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loomserve.platform.access.policy.bank import LimitAnswer, LimitReport
@@ -107,12 +107,8 @@ class FleetNodes:
         return self.on.get(replica.device, LOCAL_NODE)
 
     def drain(self, name: str, now: float) -> None:
-        """Have a node's requests go on elsewhere, and start nothing on it any more.
-
-        Raises:
-            NotFound: there is no such node.
-            Conflict: what is on it has no other place.
-        """
+        """Have a node's requests go on elsewhere, and start nothing on it any more. Raises NotFound
+        if there is no such node; Conflict if what is on it has no other place."""
         self._check_known(name)
         if name in self.drained:
             return
@@ -135,11 +131,8 @@ class FleetNodes:
         self._drain_devices()
 
     def undrain(self, name: str) -> None:
-        """Give a node work again, once it is back where Ray has been told to leave it.
-
-        Raises:
-            NotFound: there is no such node.
-        """
+        """Give a node work again, once it is back where Ray has been told to leave it. Raises
+        NotFound if there is no such node."""
         self._check_known(name)
         self.drained.pop(name, None)
         self._drain_devices()
@@ -157,7 +150,6 @@ class FleetNodes:
         return not replicas and not open_
 
     def state(self, now: float) -> tuple[NodeState, ...]:
-        """For operators."""
         replicas = [self.node_of(each) for each in self.registry.all_live(now)]
         gateways = [each.node for each in self._live(now)]
         return tuple(
@@ -191,7 +183,6 @@ class FleetNodes:
             raise NotFound(f"there is no node {name!r}; the nodes are: {known}")
 
     def _without_place(self, name: str, others: Collection[str], now: float) -> set[str]:
-        """Models that have replicas on a node and no device on others."""
         return {
             each.model.name
             for each in self.registry.all_live(now)
@@ -202,3 +193,19 @@ class FleetNodes:
     def _live(self, now: float) -> list[_Gateway]:
         live = self._gateways.values()
         return [each for each in live if now - each.seen_at < GATEWAY_EXPIRES_S]
+
+
+def places(
+    devices: Sequence[str], target: int, there: Sequence[str], up: Container[str]
+) -> tuple[str, ...]:
+    """The devices that are to have a replica.
+
+    Replicas stay where they are, as long as that node is up; of too many the newest end. One whose
+    node is down is given another device, if there is one, and else comes back with its node.
+    ``there``: devices that have one, the oldest replica first; ``up``: devices whose nodes are up.
+    """
+    stay = [name for name in there if name in up and name in devices]
+    free = [name for name in devices if name in up and name not in there]
+    down = [name for name in devices if name not in up]
+    chosen = {*[*stay, *free, *down][:target]}
+    return tuple(name for name in devices if name in chosen)

@@ -20,11 +20,9 @@ _IDLE_S = 5.0
 
 @dataclass(frozen=True)
 class PairingReplica:
-    """A replica that may lend and borrow.
+    """A replica that may lend and borrow, with the share of its own KV memory in use.
 
     Attributes:
-        usage: Share of its own KV memory that is in use.
-        waiting: Requests in its engine's queue.
         idle_s: Seconds for which it has had no request.
         requests_away: Its requests whose KV lies with its lender.
         may_lend: Whether it is awake and stays.
@@ -64,13 +62,8 @@ def paired(
     before: Mapping[str, str],
     off: Container[tuple[str, str]] = (),
 ) -> dict[str, str]:
-    """The lender of each borrower, by their ids.
-
-    Args:
-        replicas: All that may be paired.
-        before: The pairs that there are.
-        off: Borrowers' and lenders' models that an operator keeps apart.
-    """
+    """The lender of each borrower, by their ids. ``before``: the pairs that there are; ``off``:
+    borrowers' and lenders' models that an operator keeps apart."""
     by_id = {each.id: each for each in replicas if not each.fixed}
     pairs: dict[str, str] = {}
     for borrower_id, lender_id in sorted(before.items()):

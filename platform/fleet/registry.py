@@ -1,14 +1,13 @@
-"""The models that there shall be, and the last heartbeats of their replicas."""
+"""The models that there should be, and the last heartbeats of their replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from loomserve.platform.adapters.messages import AdapterReport
 from loomserve.platform.base.errors import Conflict, NotFound, UnknownModel
 from loomserve.platform.config import Model
-from loomserve.platform.fleet.drains import Drains
 from loomserve.platform.fleet.messages import FrontEndSpec, Heartbeat, LiveReplica, model_app
 from loomserve.platform.fleet.wishes import ModelWish
 from loomserve.platform.run.sockets import node_of
@@ -23,14 +22,43 @@ HEARTBEAT_EXPIRES_S = 10.0
 SILENCE_ENDS_S = 60.0
 
 
-@dataclass(frozen=True)
-class ModelBerth:
-    """Where the platform has a model be, which it may change.
+@dataclass
+class Drains:
+    """Replicas, by their ids, that are drained.
 
     Attributes:
-        devices: All that the model may use, those of its replicas first.
-        why: For a person.
+        replicas: Those that operators drain.
+        devices: Of which all are drained.
+        leaving: Those that are to be ended, and count among those that there are to be still.
+        ending: Those that are ended, and do not count any more.
     """
+
+    replicas: set[str] = field(default_factory=set)
+    devices: frozenset[str] = frozenset()
+    leaving: set[str] = field(default_factory=set)
+    ending: set[str] = field(default_factory=set)
+
+    def covers(self, heartbeat: Heartbeat) -> bool:
+        if heartbeat.device in self.devices:
+            return True
+        return any(
+            heartbeat.replica_id in each for each in (self.replicas, self.leaving, self.ending)
+        )
+
+    def has_left(self, replica_id: str) -> None:
+        """Count a drained replica no more, which is about to be ended."""
+        self.leaving.discard(replica_id)
+        self.ending.add(replica_id)
+
+    def forget(self, gone: Collection[str]) -> None:
+        self.leaving.difference_update(gone)
+        self.ending.difference_update(gone)
+
+
+@dataclass(frozen=True)
+class ModelBerth:
+    """Where the platform has a model be, which it may change: all that the model may use, those of
+    its replicas first, and why, for a person."""
 
     devices: tuple[str, ...]
     why: str
@@ -76,7 +104,6 @@ class ModelRecord:
 
     @property
     def stays(self) -> bool:
-        """Whether it is to be ready."""
         return self.unload_deadline is None and self.presence is Presence.READY
 
     @property
@@ -91,7 +118,6 @@ class ModelRecord:
 
     @property
     def replicas(self) -> int:
-        """How many there are to be."""
         return 0 if self.presence is Presence.UNLOADED else self.target_replicas
 
     def role(self, heartbeat: Heartbeat) -> Role:
@@ -158,10 +184,8 @@ class ReplicaRecord:
 @dataclass
 class Registry:
     """Records of models and replicas; times are monotonic seconds of the caller's one clock.
-
     Operators' wishes are kept and restored; all else is rebuilt from heartbeats, so a controller
-    that restarts knows the fleet within one period.
-    """
+    that restarts knows the fleet within one period."""
 
     drains: Drains = field(default_factory=Drains)
     _models: dict[str, ModelRecord] = field(default_factory=dict)
@@ -182,16 +206,9 @@ class Registry:
         presence: Presence = Presence.READY,
         placed: str | None = None,
     ) -> None:
-        """
-        Args:
-            model: with its devices, the first ones first.
-            target_replicas: how many there are to be.
-            presence: what it is to be.
-            placed: why it is there, if the platform may have it be elsewhere.
-
-        Raises:
-            Conflict: a model of that name (or of the same application name) is there.
-        """
+        """Add a model with its devices, the first ones first. ``placed``: why it is there, if the
+        platform may move it. Raises Conflict if a model of that name (or of the same application
+        name) is there."""
         for name in self._models:
             if model_app(name) == model_app(model.name):
                 raise Conflict(f"model {name!r} is already loaded; unload it first", param="name")
@@ -204,7 +221,6 @@ class Registry:
         )
 
     def wishes(self) -> tuple[ModelWish, ...]:
-        """What operators wish of the models."""
         return tuple(_wish(record) for record in self._models.values())
 
     @property
@@ -227,7 +243,6 @@ class Registry:
         return name in self._models
 
     def remove(self, name: str) -> None:
-        """Forget a model and its replicas."""
         self._models.pop(name, None)
         self.forget_replicas(name)
 
@@ -236,19 +251,13 @@ class Registry:
         self._replicas = {id_: r for id_, r in self._replicas.items() if r.model.name != name}
 
     def record(self, name: str) -> ModelRecord:
-        """
-        Raises:
-            UnknownModel: there is no such model.
-        """
+        """Raises UnknownModel if there is no such model."""
         if name not in self._models:
             raise UnknownModel(unknown_model_message(name, self._models))
         return self._models[name]
 
     def replica(self, replica_id: str) -> ReplicaRecord:
-        """
-        Raises:
-            NotFound: no replica of that id has reported.
-        """
+        """Raises NotFound if no replica of that id has reported."""
         if replica_id not in self._replicas:
             known = ", ".join(sorted(self._replicas)) or "none"
             raise NotFound(f"there is no replica {replica_id!r}; the replicas are: {known}")
@@ -259,10 +268,7 @@ class Registry:
         return self._replicas.get(replica_id)
 
     def live_replica(self, replica_id: str, now: float) -> ReplicaRecord:
-        """
-        Raises:
-            NotFound: no replica of that id reports.
-        """
+        """Raises NotFound if no replica of that id reports."""
         replica = self._replicas.get(replica_id)
         if replica is None or now - replica.seen_at >= HEARTBEAT_EXPIRES_S:
             raise NotFound(f"replica {replica_id!r} does not report any more")
@@ -282,21 +288,15 @@ class Registry:
         return replica
 
     def set_presence(self, name: str, presence: Presence, now: float, why: str) -> None:
-        """Set what a model is to be, from now on, and why.
-
-        Raises:
-            UnknownModel: there is no such model.
-        """
+        """Set what a model is to be, from now on, and why. Raises UnknownModel if there is no such
+        model."""
         record = self.record(name)
         if record.presence is not presence:
             record.presence, record.since, record.why = presence, now, why
             record.was_away |= presence is not Presence.READY
 
     def set_target(self, name: str, replicas: int) -> None:
-        """
-        Raises:
-            UnknownModel: there is no such model.
-        """
+        """Raises UnknownModel if there is no such model."""
         self.record(name).target_replicas = replicas
 
     def set_failure(self, name: str, failure: str | None) -> None:
@@ -310,11 +310,8 @@ class Registry:
             self._models[name].front_end = front_end
 
     def begin_unload(self, name: str, deadline: float) -> None:
-        """
-        Raises:
-            UnknownModel: there is no such model.
-            Conflict: it is already being unloaded.
-        """
+        """Raises UnknownModel if there is no such model, Conflict if it is being unloaded
+        already."""
         record = self.record(name)
         if record.unload_deadline is not None:
             raise Conflict(f"model {name!r} is already being unloaded")
@@ -328,24 +325,18 @@ class Registry:
         return not busy or now >= record.unload_deadline
 
     def set_draining(self, replica_id: str, draining: bool) -> None:
-        """
-        Raises:
-            NotFound: no replica of that id has reported.
-        """
+        """Raises NotFound if no replica of that id has reported."""
         id_ = self.replica(replica_id).id
         (self.drains.replicas.add if draining else self.drains.replicas.discard)(id_)
 
     def set_role(self, replica_id: str, role: Role) -> None:
-        """Change the role of a replica, and of those that come after it on its device.
-
-        Raises:
-            NotFound: no replica of that id has reported.
-        """
+        """Change the role of a replica, and of those that come after it on its device. Raises
+        NotFound if no replica of that id has reported."""
         replica = self.replica(replica_id)
         self.record(replica.model.name).roles[replica.device] = role
 
     def targets(self) -> dict[str, int]:
-        """How many replicas there shall be of each model that is not being unloaded."""
+        """How many replicas there should be of each model that is not being unloaded."""
         return {
             name: record.replicas
             for name, record in self._models.items()

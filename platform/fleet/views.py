@@ -31,7 +31,7 @@ from loomserve.platform.state import (
 
 @dataclass(frozen=True)
 class FleetViews:
-    """Views of a registry; each is made anew when it is asked for."""
+    """Views of a registry; each is made when it is asked for."""
 
     registry: Registry
     devices: Sequence[Device]
@@ -256,10 +256,8 @@ def _scaling(record: ModelRecord) -> ScalingState | None:
 
 
 def _front_end(record: ModelRecord, reachable: Sequence[ReplicaRecord]) -> FrontEndSpec | None:
-    """What a model is answered with: as its engines were started, else as the next ones will be.
-
-    It takes seconds to set up, for which no engine should have to wait.
-    """
+    """What a model is answered with: as its engines were started, else as the next ones will be. It
+    takes seconds to set up, for which no engine should have to wait."""
     return next((each.heartbeat.front_end for each in reachable), record.front_end)
 
 

@@ -8,8 +8,6 @@ _PAUSE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 3, 4, 5, 7.5, 10, 20,
 
 
 class ContinuationMetrics:
-    """The metrics of all models of one process."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         self._continued = Counter(
             "loomserve_continued_requests",
@@ -32,32 +30,21 @@ class ContinuationMetrics:
         )
 
     def of(self, model: str) -> ModelContinuationMetrics:
-        return ModelContinuationMetrics(self, model)
-
-    def continued(self, model: str, reason: str) -> None:
-        self._continued.labels(model, reason).inc()
-
-    def paused(self, model: str, seconds: float) -> None:
-        self._pauses.labels(model).observe(seconds)
-
-    def ended(self, model: str, reason: str) -> None:
-        self._ended.labels(model, reason).inc()
+        return ModelContinuationMetrics(model, self._continued, self._pauses, self._ended)
 
 
 class ModelContinuationMetrics:
-    """Those of one model."""
-
-    def __init__(self, metrics: ContinuationMetrics, model: str) -> None:
-        self._metrics = metrics
+    def __init__(self, model: str, continued: Counter, pauses: Histogram, ended: Counter) -> None:
         self._model = model
+        self._continued, self._pauses, self._ended = continued, pauses, ended
 
     def continued(self, reason: str) -> None:
         """A request was sent again; ``reason`` is a :class:`~.policy.continuation.Loss`."""
-        self._metrics.continued(self._model, reason)
+        self._continued.labels(self._model, reason).inc()
 
     def paused(self, seconds: float) -> None:
-        self._metrics.paused(self._model, seconds)
+        self._pauses.labels(self._model).observe(seconds)
 
     def ended(self, reason: str) -> None:
         """A request was ended; ``reason`` is of :class:`~.policy.continuation.Fate`."""
-        self._metrics.ended(self._model, reason)
+        self._ended.labels(self._model, reason).inc()

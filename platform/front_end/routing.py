@@ -1,10 +1,11 @@
-"""What a front end asks whoever chooses replicas for requests."""
+"""The interface between a front end and its router, which chooses replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from loomserve.platform.base.errors import RequestError
 from loomserve.platform.requests.usage import RequestUsage
@@ -16,30 +17,25 @@ class RoutingContext:
     """What the gateway knows of the HTTP request at hand; it adds what its router asks for."""
 
     carried_on: bool = True
-    """False: once its engine may have ended because of it, it ends, and whoever sent it decides."""
+    """False: once its engine may have ended because of it, it ends, and its sender decides."""
     failure: RequestError | None = None
-    """What the front end has ended the request with, which vLLM tells its client in its own way."""
+    """The error that ended the request, which vLLM gives its client in its own shape."""
     usage: RequestUsage = field(default_factory=RequestUsage)
-    """What engines have computed for it."""
     engines: dict[str, Callable[[], int | None]] = field(default_factory=dict)
     """Of each of its sequences: the steps of the engine that gives it tokens. None: none does, or
     none since it goes on elsewhere."""
     salt: str | None = None
     """Its cache salt, where vLLM's request has no field for it."""
     trace: RequestTrace | None = None
-    """Where its stays with replicas are told; None: nowhere."""
+    """Of its stays with replicas; None: there is none."""
 
 
 routing_context: ContextVar[RoutingContext | None] = ContextVar("routing_context", default=None)
-"""Of the HTTP request at hand."""
 
 
 @dataclass(frozen=True, eq=False)
 class RoutingRequest:
-    """A request, or what is left of it, that needs a replica.
-
-    It is the same object when the replica is chosen and when the request leaves it.
-    """
+    """A request, or the rest of one, that needs a replica; the same object until it leaves that."""
 
     request_id: str
     """One for each of several answers to one prompt."""
@@ -55,7 +51,7 @@ class RoutingRequest:
     """Ids of replicas whose engine ended with it; it goes to them only if there are no others."""
     cache_salt: str | None = None
     adapter: str | None = None
-    """By which its adapter's KV is told from others'; None: it asks for the model itself."""
+    """Key of its adapter's KV; None: it asks for the model itself."""
     sequences: int = 1
     attempt: int = 0
     """How often it has left a replica."""
@@ -80,12 +76,16 @@ Left = Callable[[RoutingRequest, str], None]
 """Called once for each chosen replica, with its id, when the request ends there or leaves it."""
 
 
+def nothing(*_: Any) -> None:
+    """A listener that ignores what it hears."""
+
+
 class InvalidChoiceError(Exception):
-    """A router chose a replica that is none of the candidates."""
+    """A router chose a replica that is no candidate."""
 
 
 def checked(choose: Choose) -> Choose:
-    """The same, but that it raises an :class:`InvalidChoiceError` for any other replica."""
+    """``choose``, but raising InvalidChoiceError for a replica that is no candidate."""
 
     def chosen(routing: RoutingRequest) -> str | None:
         replica_id = choose(routing)

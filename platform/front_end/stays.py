@@ -22,7 +22,6 @@ class Stays:
         self._was_with = self._left = ""
 
     def begin(self, replica_id: str, *, prompt_only: bool, attempt: int) -> None:
-        """The request has been sent to a replica."""
         name = "prefill" if prompt_only else "decode" if self._handed_over else "answer"
         attributes: dict[str, str | int] = {
             "loomserve.sequence": self._request_id,
@@ -38,7 +37,7 @@ class Stays:
         self._was_with = replica_id
 
     def end(self, why: str, tokens: int) -> None:
-        """It has left its replica, if it is with one; ``tokens``: of its answer so far."""
+        """Leave the replica, if it is with one; ``tokens``: of its answer so far."""
         if self._stay is None:
             return
         self._stay.set_attributes({"loomserve.left": why, "loomserve.tokens": tokens})

@@ -29,7 +29,6 @@ _TRIES = 300
 
 
 def audit_log_path(server: Server, base: Path) -> Path:
-    """The log's file, of a configuration in folder ``base``."""
     if server.audit_log is None:
         # Platforms of one user differ in their port, and none may move another's file away.
         return cache_folder() / f"audit-{server.port}.log"
@@ -37,11 +36,7 @@ def audit_log_path(server: Server, base: Path) -> Path:
 
 
 def check_audit_log(path: Path) -> None:
-    """Check that the file can be written, and make it.
-
-    Raises:
-        StartError: it cannot.
-    """
+    """Make the file, and check that it can be written; raises StartError if not."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(_open_private(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT))
@@ -53,10 +48,10 @@ def check_audit_log(path: Path) -> None:
 
 
 class AuditLog:
-    """Lines of text, in a file that is moved away when it is full.
+    """Lines of text that a thread writes to a file, which is rotated when full.
 
-    A thread writes them. What it cannot write is lost, and told in the platform's log once, but it
-    waits for a file descriptor. Several processes may have the same file.
+    What cannot be written is lost, and logged once, but the thread waits for a file descriptor.
+    Several processes may share the file.
     """
 
     def __init__(self, path: Path, *, file_bytes: int = FILE_BYTES) -> None:
@@ -70,7 +65,6 @@ class AuditLog:
         self._queued.handle(logging.makeLogRecord({"msg": line}))
 
     def close(self) -> None:
-        """Write what is left."""
         self._writer.stop()
         self._written.close()
 
@@ -126,7 +120,6 @@ class _PrivateFile(RotatingFileHandler):
             os.close(locked)
 
     def _is_current(self) -> bool:
-        """Whether the file that is open is the one that bears the name."""
         assert self.stream is not None
         try:
             return os.path.samestat(os.fstat(self.stream.fileno()), os.stat(self.baseFilename))

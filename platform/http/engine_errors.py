@@ -1,4 +1,4 @@
-"""What clients are told of engines' errors: vLLM's bodies as OpenAI's object, and our own."""
+"""Engines' errors as clients get them: vLLM's bodies as OpenAI's object, and our own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from starlette.types import Send
 
 from loomserve.platform.base.errors import ENGINE_STALLED, EngineGone, InternalError, Unavailable
-from loomserve.platform.engine.options.words import in_fields
+from loomserve.platform.engine.options.known import in_fields
 
 PASSED_BACK = frozenset({b"content-type", b"content-length", b"cache-control", b"metadata"})
 """Headers of an engine's answer that its client gets; ``metadata`` is where vLLM tells which bytes
@@ -51,7 +51,6 @@ def normalise(body: bytes, status: int) -> dict[str, Any]:
 
 
 def shortened(words: str) -> str:
-    """An engine's words, as many as a client gets."""
     if len(words) <= MOST_MESSAGE_CHARACTERS:
         return words
     return words[: MOST_MESSAGE_CHARACTERS - 1] + "…"
@@ -82,16 +81,12 @@ def _code(error: Any, message: str, status: int) -> str:
 async def send_error(body: bytes, status: int, send: Send) -> None:
     """Answer a client with the error, of 400 to 499, that an engine answered."""
     body = json.dumps(normalise(body, status)).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 def engine_failed(model: str, request_id: str) -> InternalError:
-    """An engine, or its front end, failed on a request and lives on."""
     return InternalError(
         f"the engine of model {model!r} failed on this request. Send it again; if it fails "
         f"again, give the operator its id, {request_id}",
@@ -100,7 +95,6 @@ def engine_failed(model: str, request_id: str) -> InternalError:
 
 
 def engine_stalled(model: str, idle_timeout_s: float) -> EngineGone:
-    """An answer that had begun stood still for so long."""
     return EngineGone(
         f"the engine of model {model!r} sent nothing for {idle_timeout_s:g} s in the "
         "midst of its answer; send the request again",
@@ -118,7 +112,6 @@ def model_failed(model: str) -> Unavailable:
 
 
 def no_replica(model: str) -> Unavailable:
-    """No replica takes a request now."""
     return Unavailable(
         f"model {model!r} has no replica that takes requests now; try again shortly",
         reason="no_replica",

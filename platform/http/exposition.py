@@ -1,8 +1,8 @@
 """Merges the metrics of many processes into one page of Prometheus' text format 0.0.4.
 
-It reads line by line rather than with ``prometheus_client.parser``, which looks at every character
-in Python and takes several times as long, on the core that also carries the token traffic. The
-format: https://prometheus.io/docs/instrumenting/exposition_formats/#text-format-details
+It reads by line: ``prometheus_client.parser`` looks at each character in Python and takes several
+times as long, on the core of the token traffic. The format:
+https://prometheus.io/docs/instrumenting/exposition_formats/#text-format-details
 """
 
 from __future__ import annotations
@@ -84,17 +84,12 @@ class _Page:
 
 
 def merge(parts: Sequence[tuple[Mapping[str, str], str | None]]) -> str:
-    """Merge many expositions into one.
+    """Merge expositions into one; each has the labels to add to its samples, and None if not
+    readable.
 
-    Args:
-        parts: for each process, the labels to add to all its samples, and its exposition; None:
-            it could not be read. Label sets must differ between processes.
-
-    Returns:
-        Every family once, with the samples of all parts. A sample's own label of the same name as
-        an added one is kept as ``exported_<name>``, as Prometheus does. ``loomserve_scrape_up``
-        tells for each part whether it is in: a part that is not valid, or contradicts one before
-        it in a family's type or in a sample, is left out as a whole.
+    Label sets must differ between processes. A sample's own label of an added name is kept as
+    ``exported_<name>``, as Prometheus does. A part that is not valid, or contradicts one before it,
+    is left out; ``loomserve_scrape_up`` says for each whether it is in.
     """
     page = _Page()
     up: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """A stream whose client hears comments until there is an answer, so that no proxy cuts it.
 
-Server-sent events have comments, which clients pass over. With the first of them the answer has
-begun, with status 200: what ends in an error from there on is told by an event.
+Clients pass over comments of server-sent events. With the first one the answer has begun with
+status 200, so a later error is an event.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from starlette.types import Message, Send
 
 COMMENT = b": waiting\n\n"
 
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-]
+_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 def openai_event(body: bytes, status: int) -> bytes:
-    """The event that tells of an error, by the body and the status that it would have had."""
+    """The event of an error, from the body and the status that it would have had."""
     return b"data: " + body + b"\n\n"
 
 

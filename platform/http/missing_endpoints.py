@@ -14,21 +14,14 @@ from loomserve.platform.requests.endpoints import AT_ENGINE, Endpoint
 
 
 class MissingEndpoints:
-    """ASGI application of a model's front end that knows which endpoints the model lacks.
-
-    Which there are depends on the model: one that chats has no embeddings, and the other way round.
-    """
+    """The vLLM app of a model, which knows the endpoints that its kind of model lacks."""
 
     def __init__(self, model: str, app: Starlette) -> None:
         self._model, self._app = model, app
         self._there = {path: row for path, row in AT_ENGINE.items() if _answers(app, row)}
 
     def check(self, path: str) -> None:
-        """Check that the model answers an endpoint, named as vLLM's server does.
-
-        Raises:
-            NotFound: it does not, or what it needs is not installed.
-        """
+        """Raises NotFound if the model does not answer at vLLM's path, or sound cannot be read."""
         missing = AT_ENGINE.get(path)
         if missing is None:
             return
@@ -48,10 +41,6 @@ class MissingEndpoints:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """
-        Raises:
-            NotFound: the model does not answer the endpoint.
-        """
         if scope["type"] == "http":
             self.check(scope["path"])
         await self._app(scope, receive, send)

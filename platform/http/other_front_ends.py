@@ -1,4 +1,4 @@
-"""The front ends of a platform among themselves: what they count together, and their metrics."""
+"""The gateway processes of a platform among themselves: shared counts and metrics."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from loomserve.platform.access.shared_counts import Counts, OnlyOne, SharedCounts
+from loomserve.platform.access.shared_counts import Counts, SharedCounts
 from loomserve.platform.config import Server
-from loomserve.platform.http.guarded_app import GuardedApp
-from loomserve.platform.http.protocol import INTERNAL, bounded_protocol
-from loomserve.platform.http.server import HttpServer
+from loomserve.platform.http.protocol import INTERNAL
+from loomserve.platform.http.server import GuardedApp, HttpServer
 from loomserve.platform.run.folder import own_run
 from loomserve.platform.run.node_gate import NodeGate
 from loomserve.platform.run.sockets import listen_in_place, listen_locally
@@ -25,7 +24,7 @@ _FOLDER = "front-ends"
 _SOCKET = "front-end-"
 _PATH = "/metrics"
 DRAIN = "/drain"
-"""Path of a socket's answer once its front end has ended all requests, and takes no more."""
+"""Path that answers once the gateway process has ended all requests, and takes no more."""
 _TIMEOUT_S = 3.0
 _STOP_TIMEOUT_S = 1.0
 
@@ -36,18 +35,14 @@ Get = Callable[[str, str, float], Awaitable[str]]
 
 
 def take_place(server: Server) -> SharedCounts | None:
-    """A place among the platform's front ends; None: there is but one.
-
-    Raises:
-        NoPlaceError: as many run as there may be.
-    """
+    """A place among this node's gateway processes; None: there is one. Raises NoPlaceError."""
     if server.front_ends == 1:
         return None
     return SharedCounts(own_run().temporary / _FOLDER, server.front_ends)
 
 
 class OtherFrontEnds:
-    """What one front end has of the others, and they of it, on sockets of their own."""
+    """What one gateway process has of the others, and they of it, on sockets of their own."""
 
     def __init__(
         self,
@@ -58,16 +53,10 @@ class OtherFrontEnds:
         *,
         node_name: str | None = None,
     ) -> None:
-        """
-        Args:
-            place: of this one; None: there is no other on this node.
-            internal_token: what the sockets ask for.
-            node: address of this node.
-            get: asks others.
-            node_name: in a cluster, what it calls this node; None: there is no other node.
-        """
+        """``place``: None if the node has one gateway process; ``node``: this node's address;
+        ``node_name``: its name in a cluster."""
         self.elsewhere: Mapping[str, str] = {}
-        """In a cluster: the nodes of all others, by their addresses, as they were told last."""
+        """In a cluster: the nodes of all others, by their addresses, as reported last."""
         self._place = place
         self._token = internal_token
         self._node, self._node_name = node, node_name
@@ -77,20 +66,19 @@ class OtherFrontEnds:
 
     @property
     def address(self) -> str:
-        """Where others ask for this one's metrics; nowhere before it listens."""
+        """Where others ask for this process's metrics; empty before it listens."""
         return self._gate.address if self._gate is not None else ""
 
     @property
     def counts(self) -> Counts:
         """What all count together."""
-        return self._place or OnlyOne()
+        return self._place or Counts()
 
     @property
     def label(self) -> dict[str, str]:
-        """What tells this one's metrics from those of others; none if there is no other."""
-        if self._node_name is not None:
-            return _label_on(self._node_name, self._number)
-        return _label(self._number) if self._place is not None else {}
+        """The labels of this process's metrics; none if there is no other."""
+        is_alone = self._node_name is None and self._place is None
+        return {} if is_alone else _label(self._number, self._node_name)
 
     @property
     def _number(self) -> int:
@@ -113,7 +101,7 @@ class OtherFrontEnds:
         sock, address = bind(_name(self._number), self._node)
         routes = [Route(_PATH, show), Route(DRAIN, drained, methods=["POST"])]
         app = GuardedApp(Starlette(routes=routes), self._token)
-        self._http = HttpServer(app, sock, protocol=bounded_protocol(INTERNAL))
+        self._http = HttpServer(app, sock, bounds=INTERNAL)
         await self._http.start()
         if self._node_name is not None:
             self._gate = await NodeGate.open(address, self._token)
@@ -121,10 +109,7 @@ class OtherFrontEnds:
     async def parts(self) -> list[Part]:
         """The metrics of all others that run."""
         if self._node_name is not None:
-            asked = [
-                (_label_on(node, _number_in(address)), address)
-                for address, node in self.elsewhere.items()
-            ]
+            asked = [(_label(_number_in(at), node), at) for at, node in self.elsewhere.items()]
         elif self._place is not None:
             asked = [(_label(n), f"{_name(n)}.{self._node}") for n in self._place.places]
         else:
@@ -154,18 +139,16 @@ def _name(place: int) -> str:
 
 
 def front_ends_here(node: str) -> list[str]:
-    """Where the front ends of this node listen, whose address is ``node``."""
+    """The addresses of the gateway processes on this node, whose address is ``node``."""
     return [f"{path.name}.{node}" for path in own_run().sockets.glob(f"{_SOCKET}*")]
 
 
 def _number_in(address: str) -> int:
-    """The number of a front end whose socket is of its own name: ``front-end-2-1f00ba42.NODE``."""
+    """The number in the name of a socket: ``front-end-2-1f00ba42.NODE``."""
     return int(address.partition(".")[0].split("-")[2])
 
 
-def _label_on(node: str, number: int) -> dict[str, str]:
+def _label(number: int, node: str | None = None) -> dict[str, str]:
+    if node is None:
+        return {"front_end": str(number)}
     return {"front_end": f"{node}/{number}", "node": node}
-
-
-def _label(place: int) -> dict[str, str]:
-    return {"front_end": str(place)}

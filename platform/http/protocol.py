@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from loomserve.platform.access.shared_counts import Counts
 from loomserve.platform.base.errors import (
     BadRequest,
     HeadTooLarge,
@@ -19,7 +22,7 @@ from loomserve.platform.base.errors import (
     RequestTimeout,
     Unavailable,
 )
-from loomserve.platform.http.address_limit import AddressLimit
+from loomserve.platform.base.loopback import is_loopback
 
 LOOKS = 8
 """How often a connection is looked at within its ``send_timeout_s``."""
@@ -44,6 +47,7 @@ ONCE = frozenset(
 """Headers that a check goes by. Of two, a proxy may have looked at the one and this server at the
 other, so there is one at most."""
 _PORTS = {b"http": b":80", b"https": b":443"}
+_IPV6_NETWORK = 64
 
 
 @dataclass(frozen=True)
@@ -70,22 +74,10 @@ INTERNAL = Bounds(head_timeout_s=30.0, max_head=128 * 2**10)
 may be as large as a gateway takes it, and their own headers."""
 
 
-def bounded_protocol(bounds: Bounds) -> type[BoundedProtocol]:
-    """A protocol class for ``uvicorn.Config(http=…)`` with these bounds."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"bounds": bounds})
-
-
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection of a client.
-
-    uvicorn makes the instances and knows nothing of bounds, so they are an attribute of a subclass
-    that :func:`bounded_protocol` makes.
-    """
-
-    bounds: Bounds
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, bounds: Bounds, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self.bounds = bounds
         self._head_timer: asyncio.TimerHandle | None = None
         # Bytes that may still come before a head must be whole, or more of a body be there.
         self._room = self.bounds.max_head
@@ -105,7 +97,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.refusal: Unavailable | None = None
         """Why the connection is not served; None: it is."""
         self.ended: Callable[[BoundedProtocol], None] | None = None
-        """Is told of the connection's end; None: nobody is."""
+        """Called at the connection's end."""
 
     # The connection
 
@@ -127,7 +119,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._forget_head()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
-        # uvicorn tells the request that came last, which may wait behind this one.
+        # uvicorn notifies the request that came last, which may wait behind this one.
         _disconnect(self.served)
 
     def give_way(self) -> None:
@@ -166,7 +158,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._feed_pieces(memoryview(data))
 
     def _feed_pieces(self, data: memoryview) -> None:
-        # The parser joins the pieces of a value anew each time one comes, so it must not get them.
+        # The parser joins all pieces of a value each time one comes, so it must not get them.
         while data and not self._deaf:
             piece, data = data[: self._room], data[self._room :]
             self._room -= len(piece)
@@ -303,7 +295,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
 
     def _linger(self) -> None:
-        """End the connection after what has been written, in peace."""
+        """End the connection after what has been written, without a reset."""
         self._deaf = True
         self._unset_keepalive_if_required()
         if not self.transport.can_write_eof():
@@ -318,8 +310,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
-    """The application for a client of HTTP/1.0, which knows no chunks: an answer of unknown length
-    ends with the connection."""
+    """The application for HTTP/1.0: without chunks, an answer of unknown length ends by closing."""
 
     def run(scope: Scope, receive: Receive, send: Send) -> Any:
         has_length = True
@@ -386,3 +377,48 @@ def _disconnect(cycle: RequestResponseCycle | None) -> None:
 
 def too_many(what: str) -> Unavailable:
     return Unavailable(f"{what}; try again shortly", reason="too_many_connections", retry_after_s=1)
+
+
+class AddressLimit:
+    """Counts connections by client: an IPv4 address, or an IPv6 network, which one client has."""
+
+    def __init__(self, most: int, *, spare_loopback: bool, counts: Counts | None = None) -> None:
+        """``most``: connections of one client; ``spare_loopback``: any number on this machine;
+        ``counts``: connections to other gateway processes."""
+        self.most = most
+        self._spare_loopback = spare_loopback
+        self._open: Counter[str] = Counter()
+        self._counts = counts or Counts()
+
+    def enter(self, address: str) -> None:
+        client = _client(address)
+        self._open[client] += 1
+        self._counts.add_connections(client, 1)
+
+    def leave(self, address: str) -> None:
+        client = _client(address)
+        self._open[client] -= 1
+        if not self._open[client]:
+            del self._open[client]
+        self._counts.add_connections(client, -1)
+
+    def open(self, address: str) -> int:
+        """Connections of an address's client that count."""
+        client = _client(address)
+        if self._spare_loopback and is_loopback(client):
+            return 0
+        return self._open[client] + self._counts.connections_elsewhere(client)
+
+    @property
+    def elsewhere(self) -> int:
+        """Connections of all clients to other gateway processes."""
+        return self._counts.all_connections_elsewhere
+
+
+def _client(address: str) -> str:
+    if ":" not in address:
+        return address
+    ip = ipaddress.IPv6Address(address.partition("%")[0])
+    if ip.ipv4_mapped or ip.is_loopback:
+        return str(ip.ipv4_mapped or ip)
+    return str(ipaddress.IPv6Network((ip, _IPV6_NETWORK), strict=False))

@@ -24,7 +24,7 @@ _KEY_FIELD = "server.tls.key"
 
 
 def beside(tls: Tls, folder: Path) -> Tls:
-    """The same files with absolute paths, of a configuration in ``folder``."""
+    """The same files with paths relative to ``folder`` made absolute."""
     return Tls(
         certificate=str((folder / Path(tls.certificate).expanduser()).absolute()),
         key=str((folder / Path(tls.key).expanduser()).absolute()),
@@ -32,11 +32,8 @@ def beside(tls: Tls, folder: Path) -> Tls:
 
 
 def trust_in(certificate: Path) -> ssl.SSLContext:
-    """What a client needs to trust the first certificate of a file, alone and under any name.
-
-    Raises:
-        StartError: the file cannot be read, or holds none.
-    """
+    """A client's context that trusts a file's first certificate, whatever its name; or
+    StartError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     # A server is asked by an address on its own machine, and certificates seldom name one.
     context.check_hostname = False
@@ -53,12 +50,7 @@ def trust_in(certificate: Path) -> ssl.SSLContext:
 
 
 def load(tls: Tls) -> ssl.SSLContext:
-    """What the server needs to shake hands.
-
-    Raises:
-        StartError: clients could not connect, or the key is not the server's alone; names the
-            field.
-    """
+    """The server's context; raises StartError, which names the field, for wrong files."""
     certificate, key = Path(tls.certificate), Path(tls.key)
     trust = trust_in(certificate)
     _check_key(key)
@@ -87,34 +79,26 @@ def load(tls: Tls) -> ssl.SSLContext:
 
 
 def expires_at(tls: Tls) -> float:
-    """When the certificate expires, in Unix seconds.
-
-    Raises:
-        StartError: as :func:`load`.
-    """
+    """When the certificate expires, in Unix seconds; raises StartError as :func:`load`."""
     shown = _shake_hands(load(tls), trust_in(Path(tls.certificate)))
     return ssl.cert_time_to_seconds(str(shown["notAfter"]))
 
 
 class LiveCertificate:
-    """The certificate that lies in the files, which new connections are shown.
+    """The certificate in the files now, which new connections get; raises StartError if unusable.
 
-    Each is a context of its own: one that is loaded into a context in use would stand beside the
-    former one, if their keys are of two kinds, and a broken one would spoil both.
+    Each has its own context: loaded into a context in use it would stand beside the former one if
+    their keys are of two kinds, and a broken one would spoil both.
     """
 
     def __init__(self, tls: Tls) -> None:
-        """
-        Raises:
-            StartError: clients could not connect.
-        """
         self._tls = tls
         self._seen = self._stamps()
         self._newest = self.context = load(tls)
         self.context.sni_callback = self._show_newest
 
     def refresh(self) -> None:
-        """Take over new files; broken ones are logged, once, and the certificate stays."""
+        """Load new files; broken ones are logged once, and the certificate stays."""
         seen = self._stamps()
         if seen == self._seen:
             return
@@ -138,11 +122,7 @@ class LiveCertificate:
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, Any]:
-    """The certificate as a client sees it that connects in memory.
-
-    Raises:
-        ssl.SSLError: it cannot.
-    """
+    """The certificate as a client sees it, by a handshake in memory; raises ssl.SSLError."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     connecting = client.wrap_bio(to_client, to_server)
     accepting = server.wrap_bio(to_server, to_client, server_side=True)

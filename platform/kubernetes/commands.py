@@ -63,21 +63,13 @@ def environment_file() -> str:
 
 
 def _known_weights(config: Config, base: Path) -> dict[str, int]:
-    """Bytes of the weights that are on this machine; nothing is fetched.
-
-    Raises:
-        ConfigError: some are damaged.
-    """
+    """Bytes of the weights that are on this machine; ConfigError: some are damaged."""
     models: list[Model | OfflineModel] = [*config.models, *config.offline_models]
     found = {model.name: _weights_here(model, base) for model in models}
     return {name: size for name, size in found.items() if size is not None}
 
 
 def _weights_here(model: Model | OfflineModel, base: Path) -> int | None:
-    """
-    Raises:
-        ConfigError: they are damaged.
-    """
     # A folder may be the pods' own, and what is on the hub is not looked up.
     if catalog.folder_here(model.source, base) is None:
         return None
@@ -86,10 +78,6 @@ def _weights_here(model: Model | OfflineModel, base: Path) -> int | None:
 
 
 def _size(given: str) -> tuple[str, int]:
-    """
-    Raises:
-        ConfigError: it is not of the form MODEL=SIZE.
-    """
     name, equals, size = given.rpartition("=")
     try:
         if not equals:

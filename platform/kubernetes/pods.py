@@ -43,9 +43,7 @@ def prepare_pod(memory: Path = SHARED_MEMORY) -> None:
     """Make the folders of this pod's run, and remove what a killed container has left there.
 
     Nothing of the platform runs yet. The arena of the KV store stays, which the next store takes.
-
-    Args:
-        memory: the folder of shared memory, which is the pod's alone.
+    ``memory``: the folder of shared memory, which is the pod's alone.
 
     Raises:
         StartError: this is no pod of the chart's.
@@ -65,11 +63,7 @@ def prepare_pod(memory: Path = SHARED_MEMORY) -> None:
 
 
 def internal_token() -> str:
-    """The token of this cluster's processes.
-
-    Raises:
-        StartError: there is none, or it is too short.
-    """
+    """The token of this cluster's processes; StartError: there is none, or it is too short."""
     token = os.environ.get(INTERNAL_TOKEN_VARIABLE, "")
     if len(token) < _LEAST_CHARACTERS:
         raise StartError(
@@ -80,13 +74,9 @@ def internal_token() -> str:
 
 
 def read_config(path: Path, expected: str, timeout_s: float) -> str:
-    """The text of the configuration that has this digest.
+    """The text of the configuration that has this digest; StartError: the file stays another one.
 
-    Kubernetes takes a minute or so to bring a changed Secret to its pods, which have the one before
-    until then.
-
-    Raises:
-        StartError: the file cannot be read, or stays another one for so long.
+    Kubernetes takes a minute or so to bring a changed Secret to its pods.
     """
     deadline = time.monotonic() + timeout_s
     while True:

@@ -50,10 +50,7 @@ _GIB = 2**30
 def derived_values(text: str, config: Config, weights: Mapping[str, int]) -> dict[str, Any]:
     """What the chart has under ``derived``; sizes in bytes, times in seconds.
 
-    Args:
-        text: the configuration's file.
-        config: what it says.
-        weights: bytes of each model's weights, offline models among them.
+    ``text`` is the configuration's file, ``weights`` bytes of all models, offline ones among them.
 
     Raises:
         ConfigError: the configuration cannot run on Kubernetes; says why.
@@ -74,7 +71,7 @@ def derived_values(text: str, config: Config, weights: Mapping[str, int]) -> dic
 
 
 def digest(text: str) -> str:
-    """By which the chart sees that values and configuration belong together."""
+    """By which the chart sees that values belong to a configuration."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -157,7 +154,6 @@ def _head(config: Config) -> dict[str, Any]:
 
 
 def _node(config: Config, name: str, weights: Mapping[str, int]) -> dict[str, Any]:
-    """A pod with devices."""
     devices = [device for device in config.devices if device.on == name]
     names = {device.name for device in devices}
     cores = sorted({core for device in devices for core in device.cores})
@@ -176,10 +172,7 @@ def _node(config: Config, name: str, weights: Mapping[str, int]) -> dict[str, An
             memory += offline_bytes(offline, weights[offline.name])
     cpus = len(cores) + _CPUS_BESIDE_GPU * len(gpus) + _PLATFORM_CPUS
     made = _pod(name, cpus, gpus, memory, _shared(config, engines))
-    return made | {
-        "offers": offered(name, cores, gpus, state=alone),
-        "rayCpus": LOGICAL_CPUS,
-    }
+    return made | {"offers": offered(name, cores, gpus, state=alone), "rayCpus": LOGICAL_CPUS}
 
 
 def _engines_on(model: Model, weight_bytes: int, devices: Sequence[Device]) -> list[float]:
@@ -210,10 +203,4 @@ def _shared(config: Config, engines: int) -> int:
 def _pod(name: str, cpus: int, gpus: Collection[int], memory: float, shared: int) -> dict[str, Any]:
     """Shared memory counts against the pod's limit, so it is within ``memory``."""
     whole = -(-int(memory + shared) // _GIB) * _GIB
-    return {
-        "name": name,
-        "cpus": cpus,
-        "gpus": len(gpus),
-        "memory": whole,
-        "sharedMemory": shared,
-    }
+    return {"name": name, "cpus": cpus, "gpus": len(gpus), "memory": whole, "sharedMemory": shared}

@@ -5,9 +5,13 @@ An engine's answers cross vLLM's RPC as JSON: each end makes or reads them by th
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
+
+EngineRpc = Callable[..., Awaitable[Any]]
+"""Calls a method of the engine's ``EngineLoanCalls`` between two steps, by name."""
 
 
 class _Message(BaseModel):
@@ -94,6 +98,7 @@ class SlicingReport(_Message):
     slices: dict[str, int] = Field(description="By operator.")
     wait_before_s: float = Field(description="Predicted mean wait of a task with no slices.")
     wait_after_s: float
+    overhead_s: float = 0.0
 
 
 class LentReport(_Message):

@@ -77,12 +77,6 @@ class LendingMetrics:
     def borrowed(
         self, loans: Sequence[tuple[str, LoanReport]], broken: Mapping[str, int], moved: int
     ) -> None:
-        """
-        Args:
-            loans: all that are open, with the lender's model.
-            broken: loans that ended by themselves, by reason.
-            moved: requests whose KV was copied to another partition.
-        """
         for gauge in (BORROWED_BLOCKS, BORROWED_FREE_BLOCKS, REQUESTS, LONGEST_WAIT):
             gauge.clear()
         for lender, loan in loans:
@@ -109,10 +103,6 @@ class LendingMetrics:
                 SHARD_BYTES.labels(lender).inc(copied)
 
     def lent(self, loans: Sequence[tuple[str, LentReport]]) -> None:
-        """
-        Args:
-            loans: all that are open, with the borrower's model.
-        """
         LENT_BLOCKS.clear()
         for borrower, lent in loans:
             LENT_BLOCKS.labels(borrower).inc(lent.blocks)
@@ -122,10 +112,8 @@ class LendingMetrics:
             SERVICE_SECONDS.labels(borrower).inc(1e-9 * service)
 
     def _growth(self, loan: str, figure: str, total: int) -> int:
-        """How much a loan's figure has grown since it was last counted.
-
-        0 where it shrank: the other end of a loan can write its counts.
-        """
+        """How much a loan's figure has grown since it was last counted. 0 where it shrank: the
+        other end of a loan can write its counts."""
         before = self._counted.get((loan, figure), 0)
         self._counted[loan, figure] = total
         return max(0, total - before)

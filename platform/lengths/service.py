@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.lengths.predict.prediction import LengthQuery, Prediction
-from loomserve.platform.lengths.predict.request import query_of
+from loomserve.platform.lengths.predict.prediction import LengthQuery, Prediction, query_of
 from loomserve.platform.requests.metrics import GatewayMetrics
-from loomserve.platform.scheduling.policy.expected import Expected
+from loomserve.platform.scheduling.policy.hints import Expected
 
 if TYPE_CHECKING:
-    from loomserve.platform.lengths.stored import StoredPredictor
+    from loomserve.platform.lengths.training.learner import Learner
 
 _log = logging.getLogger("ray.serve")
 
@@ -31,10 +30,10 @@ _LIMIT_S = 0.03
 class Predicted:
     """A prediction, with the predictor and the query that are needed to learn from the answer.
 
-    It has none as long as the predictor has not learnt anything.
+    It is None as long as the predictor has not learnt anything.
     """
 
-    predictor: StoredPredictor
+    predictor: Learner
     query: LengthQuery
     prediction: Prediction | None
 
@@ -55,14 +54,14 @@ class LengthPredictions:
         self,
         metrics: GatewayMetrics,
         *,
-        open_one: Callable[[str], StoredPredictor] | None = None,
+        open_one: Callable[[str], Learner] | None = None,
         limit_s: float = _LIMIT_S,
     ) -> None:
         self._metrics = metrics
         self._open_one = open_one or _open_predictor
         self._limit_s = limit_s
         self._names: dict[str, str] = {}
-        self._open: dict[str, StoredPredictor] = {}
+        self._open: dict[str, Learner] = {}
         self._opening: dict[str, asyncio.Task[None]] = {}
         # One thread: requests that come faster than it predicts would be late anyway.
         self._thread = ThreadPoolExecutor(1, "predict-lengths")
@@ -135,13 +134,13 @@ class LengthPredictions:
             predictor.close()
 
 
-def _open_predictor(name: str) -> StoredPredictor:
+def _open_predictor(name: str) -> Learner:
     # Imported here, so that gateways without predictors need neither numpy nor tokenizers.
     from loomserve.platform.lengths.stored import open_predictor
 
     return open_predictor(name)
 
 
-def _predict(predictor: StoredPredictor, request: Mapping[str, Any]) -> Predicted | None:
+def _predict(predictor: Learner, request: Mapping[str, Any]) -> Predicted | None:
     query = query_of(request, predictor.count)
     return Predicted(predictor, query, predictor.predict(query)) if query else None

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+import numpy as np
 
 from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.config import Model, OfflineModel
 from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
-from loomserve.platform.lengths.predict.prediction import LengthQuery, Prediction
+from loomserve.platform.lengths.predict.head import EDGES, BucketClassifier, bucket_of
+from loomserve.platform.lengths.predict.prediction import LengthQuery
+from loomserve.platform.lengths.predict.predictor import KINDS, Fitted
 from loomserve.platform.lengths.training.learner import Learner
-from loomserve.platform.lengths.training.untrained import untrained
-from loomserve.platform.lengths.training.versions import PredictorVersions
+from loomserve.platform.lengths.training.versions import PredictorVersions, TrainingSet
 from loomserve.platform.models import catalog
 
 _EMBEDDINGS = "embeddings"
 _EMBEDDINGS_OF = "demo"
-"""The model whose embeddings one reads that nobody has trained."""
+"""The model whose embeddings an untrained predictor reads."""
+KIND = "uellm"
+"""For open questions the better of the two papers' (docs/lengths.md), and the faster to train."""
+_TOKENS = 128.0
+"""Guessed of every answer, to be beaten; nobody is told."""
 
 
 def folder_of(name: str) -> Path:
@@ -40,43 +44,7 @@ def remember_embeddings(folder: Path, model: Path) -> None:
     (folder / _EMBEDDINGS).write_text(f"{model.absolute()}\n", encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class StoredPredictor:
-    """A predictor in service: any number of processes predict, one at a time learns."""
-
-    learner: Learner
-    embeddings: TokenEmbeddings
-    lock: FileLock
-
-    def count(self, text: str) -> int:
-        """Number of tokens of a text, by the tokenizer that the predictor was trained with."""
-        return self.embeddings.tokens(text)
-
-    def predict(self, query: LengthQuery) -> Prediction | None:
-        """None: it has not learnt anything yet."""
-        return self.learner.predict(query)
-
-    def observe(
-        self, query: LengthQuery, prediction: Prediction | None, tokens: int, key: str
-    ) -> None:
-        self.learner.observe(query, prediction, tokens, key)
-
-    def start(self) -> bool:
-        """Start to learn in the background; False: another process does, which this one follows."""
-        try:
-            self.lock.acquire(timeout=0)
-        except Timeout:
-            self.learner.follow()
-            return False
-        self.learner.start()
-        return True
-
-    def close(self) -> None:
-        self.learner.close()
-        self.lock.release()
-
-
-def open_predictor(name: str) -> StoredPredictor:
+def open_predictor(name: str) -> Learner:
     """Open the current version of a predictor. It reads files: do not call it on an event loop.
 
     Raises:
@@ -96,9 +64,25 @@ def open_predictor(name: str) -> StoredPredictor:
         ) from None
     if not model.is_dir():
         raise ConfigError(f"length predictor {name!r} reads {model}, which is gone: {again}")
-    embeddings = TokenEmbeddings(model)
-    lock = FileLock(folder / "learner.lock", thread_local=False)
-    return StoredPredictor(Learner(versions, version, embeddings), embeddings, lock)
+    return Learner(versions, version, TokenEmbeddings(model))
+
+
+def untrained(embeddings: TokenEmbeddings) -> tuple[Fitted, TrainingSet]:
+    """A predictor that guesses the same of every answer, and its empty training set."""
+    features = len(KINDS[KIND].features(embeddings)(LengthQuery("", "", 0)))
+    bucket = bucket_of([_TOKENS])
+    head = BucketClassifier(
+        centre=np.zeros(features, np.float32),
+        scale=np.ones(features, np.float32),
+        weights=np.zeros((features, 1), np.float32),
+        bias=np.zeros(1, np.float32),
+        buckets=bucket,
+        means=EDGES[bucket],
+    )
+    training = TrainingSet(
+        np.zeros((0, features), np.float32), np.zeros(0, np.int64), np.zeros(0, np.float64)
+    )
+    return Fitted(KIND, head, 0.0, embeddings.digest), training
 
 
 def begin_untrained(name: str) -> None:
@@ -125,11 +109,7 @@ def begin_untrained(name: str) -> None:
 
 
 def prepare_predictor(model: Model | OfflineModel) -> None:
-    """Begin the model's predictor if it needs no training, and check it.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
+    """Begin the model's predictor if it needs no training, and check it."""
     if model.lengths is not None and model.lengths.predictor is None:
         with _of_model(model):
             begin_untrained(model.lengths.name_for(model.name))
@@ -137,10 +117,7 @@ def prepare_predictor(model: Model | OfflineModel) -> None:
 
 
 def check_predictor(model: Model | OfflineModel) -> None:
-    """
-    Raises:
-        ConfigError: the model names a predictor that cannot be used.
-    """
+    """Raises ``ConfigError`` if the model names a predictor that cannot be used."""
     lengths = model.lengths
     if lengths is None:
         return

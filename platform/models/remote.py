@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.base.paths import cache_folder
@@ -17,21 +16,17 @@ def is_remote(source: str) -> bool:
 
 
 def folder_of(source: str) -> Path:
-    """Where a remote folder's copy is on this machine, once it has been fetched."""
     name = source.rstrip("/").rpartition("/")[2] or "model"
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     return cache_folder() / "models" / f"{name}-{digest}"
 
 
 def fetch(source: str, progress: Callable[[str], None]) -> Path:
-    """The copy of a remote folder on this machine, made on first use.
+    """The copy of a remote folder on this machine, made on first use and never refreshed: new
+    content needs another path. Access is by what fsspec's filesystem finds in the environment.
 
-    It is never looked for anew: what changes there wants another path. Access is by what fsspec's
-    filesystem finds in the environment.
-
-    Raises:
-        ConfigError: nobody here reads such an address, or there is no such folder.
-        StartError: it cannot be fetched or written.
+    Raises ConfigError for an unknown scheme or a missing folder, StartError if it cannot be fetched
+    or written.
     """
     folder = folder_of(source)
     try:
@@ -61,12 +56,8 @@ def _copied(source: str, to: Path, progress: Callable[[str], None]) -> Path:
         raise ConfigError(f"source {source!r}: there is no such folder; correct it")
     progress(f"fetching {source} (once)")
     filesystem.get(path.rstrip("/") + "/", f"{to}/", recursive=True)
-    _check_whole(filesystem.find(path, detail=True).values(), to)
-    return to
-
-
-def _check_whole(there: Iterable[Mapping[str, Any]], copy: Path) -> None:
-    sizes = sorted(each["size"] for each in there)
-    here = sorted(path.stat().st_size for path in copy.rglob("*") if path.is_file())
+    sizes = sorted(each["size"] for each in filesystem.find(path, detail=True).values())
+    here = sorted(file.stat().st_size for file in to.rglob("*") if file.is_file())
     if sizes != here:
         raise StartError(f"{len(here)} files came of {len(sizes)}, or they were cut short")
+    return to

@@ -1,6 +1,6 @@
-"""The folder of a simulated model: what a front end reads of a model, and no weights.
+"""The folder of a simulated model: what vLLM's serving layer reads of a model, and no weights.
 
-Its tokenizer has a token for each byte and one for each word that a simulated engine answers with.
+Its tokenizer has a token for each byte, and for each word that a simulated engine answers with.
 """
 
 from __future__ import annotations
@@ -62,17 +62,13 @@ _CHAT_TEMPLATE = (
 
 
 def folder_of() -> Path:
-    """Where it is on this machine, once it has been made: another place for other contents."""
+    """Its place on this machine; another one for other contents."""
     digest = hashlib.blake2b(repr(_files()).encode(), digest_size=4).hexdigest()
     return cache_folder() / "models" / f"simulated-{digest}"
 
 
 def fetch() -> Path:
-    """The folder, which is made on first use, at once.
-
-    Raises:
-        StartError: it cannot be written.
-    """
+    """The folder, made on first use; raises StartError if it cannot be written."""
     folder = folder_of()
     try:
         return made_once(folder, _made)

@@ -78,7 +78,7 @@ class LoneRay:
         return f"{LOOPBACK}:{port}"
 
     def ended(self, wait_s: float = 0.0) -> str | None:
-        """One of them that has ended, for which this waits so long; None: none has."""
+        """One of them that has ended, waited for so long; None: none has."""
         fds = {descriptor: name for name, descriptor in self._daemons.items()}
         ready, _, _ = select.select([*fds], [], [], wait_s)
         return fds[ready[0]] if ready else None

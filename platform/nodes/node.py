@@ -20,8 +20,7 @@ from loomserve.platform.nodes.ray_command import HEAD, ray_command, tell_listen_
 from loomserve.platform.nodes.reaping import adopt_orphans, has_ended, reap_orphans
 from loomserve.platform.nodes.resources import offered
 from loomserve.platform.run.folder import RunFolder
-from loomserve.platform.run.guard import end_guard, start_guard
-from loomserve.platform.run.leftovers import end_run, remove_leftovers
+from loomserve.platform.run.leftovers import end_guard, end_run, remove_leftovers, start_guard
 from loomserve.platform.run.ray_environment import node_environment
 from loomserve.platform.run.upkeep import RunUpkeep, look_after
 
@@ -37,7 +36,7 @@ class Beside(Protocol):
     def start(self) -> None: ...
 
     def look(self) -> None:
-        """Start it anew if it has ended."""
+        """Restart it if it has ended."""
 
     def stop(self) -> None: ...
 
@@ -64,9 +63,7 @@ class NodeOptions:
     Attributes:
         name: What the configuration's devices call it.
         head: HOST and PORT of the cluster's head.
-        is_head: Whether this node is the head.
         ip: Its own address, at which the other nodes reach it.
-        token: The cluster's.
         state: Folder of what there is but once; None: another node has it.
         ports: The first and the last port on which Ray's workers listen; None: any.
     """
@@ -217,11 +214,7 @@ def _last_lines(log: Path) -> str:
 
 
 def make_state_folder(folder: Path) -> Path:
-    """The folder of what there is but once, made if need be.
-
-    Raises:
-        StartError: it cannot be made.
-    """
+    """The folder of what there is but once, made if need be; raises StartError."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loomserve.platform.base.files import replace_file
 from loomserve.platform.base.plain_reason import last_line
 from loomserve.platform.run.ray_environment import (
     DAEMONS_ENVIRONMENT,
@@ -22,12 +23,7 @@ from loomserve.platform.run.ray_environment import (
     OBJECT_STORE_BYTES,
 )
 
-_AGENTS = (
-    "dashboard-agent-grpc",
-    "dashboard-agent-listen",
-    "metrics-export",
-    "runtime-env-agent",
-)
+_AGENTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
 HEAD = ("--head", "--include-dashboard=false", "--no-monitor")
 """Of the node that has what a cluster has but once. Nodes come and go by themselves."""
 LONE_ENVIRONMENT = {**DAEMONS_ENVIRONMENT, "RAY_START_HOOK": f"{__name__}.without_clients"}
@@ -37,13 +33,9 @@ LONE_ENVIRONMENT = {**DAEMONS_ENVIRONMENT, "RAY_START_HOOK": f"{__name__}.withou
 def ray_command(
     ip: str, resources: Mapping[str, float], temporary: Path, *options: str
 ) -> list[str]:
-    """What runs the command; without ``--block`` among the options it ends once Ray is up.
+    """The command that starts a node with address ``ip`` and Ray's folder ``temporary``.
 
-    Args:
-        ip: of this node.
-        resources: what it offers.
-        temporary: Ray's folder.
-        options: beside those that all have.
+    Without ``--block`` among the options it ends once Ray is up.
     """
     ports = zip(_AGENTS, free_ports(len(_AGENTS)), strict=True)
     return [
@@ -62,7 +54,7 @@ def ray_command(
 
 
 def lone_command(ip: str, port: int, resources: Mapping[str, float], temporary: Path) -> list[str]:
-    """The same of a Ray that is of this machine alone, with its GCS at ``port``."""
+    """The command that starts a Ray of this machine alone, with its GCS at ``port``."""
     any_port = ("--min-worker-port=0", "--max-worker-port=0")
     options = (*HEAD, f"--port={port}", "--include-log-monitor=false", *any_port)
     return ray_command(ip, resources, temporary, *options)
@@ -76,10 +68,7 @@ def without_clients(parameters: Any, head: bool) -> None:
 def tell_listen_port(raylet: Sequence[str]) -> None:
     """Write the port that was given to a node's dashboard agent to where its raylet looks for it.
 
-    Ray's command keeps it from the raylet, which so waits for the agent itself to write it.
-
-    Args:
-        raylet: its command line.
+    Ray's command keeps it from the raylet, which would wait for the agent itself to write it.
     """
     words = " ".join(raylet)
     given = [
@@ -87,14 +76,10 @@ def tell_listen_port(raylet: Sequence[str]) -> None:
     ]
     session, node, port = (each[1] if each is not None else "" for each in given)
     if session and node and port:
-        file = Path(session, f"dashboard_agent_listen_port_{node}")
-        partial = file.with_name(f".{file.name}")
-        partial.write_text(port)
-        partial.rename(file)
+        replace_file(Path(session, f"dashboard_agent_listen_port_{node}"), port)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at."""
     with contextlib.ExitStack() as open_until_all_are_chosen:
         ports = []
         for _ in range(count):

@@ -34,7 +34,7 @@ def reap_orphans(own: Collection[int | None]) -> None:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Also if whoever started it has not noticed; not if it only cannot be looked at now."""
+    """Also if its parent has not noticed; not if it only cannot be looked at now."""
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

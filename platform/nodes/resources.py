@@ -48,17 +48,17 @@ def places_of(device: Device) -> list[str]:
 
 
 def on_devices(devices: Iterable[Device]) -> dict[str, float]:
-    """What whoever runs on these devices, of one node, asks for."""
+    """What a process on these devices of one node asks for."""
     return {name: SHARE for device in devices for name in places_of(device)}
 
 
 def on_node(node: str) -> dict[str, float]:
-    """What whoever works on a node asks for."""
+    """What work on a node asks for."""
     return {node_resource(node): SHARE}
 
 
 def on_state() -> dict[str, float]:
-    """What whoever there is but once asks for."""
+    """What runs but once asks for."""
     return {STATE: SHARE}
 
 

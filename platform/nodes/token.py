@@ -18,11 +18,7 @@ def token_path(given: Path | None) -> Path:
 
 
 def read_token(path: Path) -> str:
-    """The token.
-
-    Raises:
-        StartError: there is none, it is too short, or others can read it.
-    """
+    """The token. StartError: there is none, it is too short, or others can read it."""
     try:
         token = path.read_text().strip()
         mode = path.stat().st_mode
@@ -45,11 +41,7 @@ def read_token(path: Path) -> str:
 
 
 def read_or_make_token(path: Path) -> str:
-    """The token, which the head makes if there is none yet.
-
-    Raises:
-        StartError: it cannot be made, is too short, or others can read it.
-    """
+    """The token, which the head makes if there is none yet; raises as :func:`read_token`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -13,10 +13,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from loomserve.platform.base.errors import ConfigError, StartError
-from loomserve.platform.config import Config, Device, Idle, Model, Pipeline
+from loomserve.platform.config import Config, Device, Idle, Lending, Model, Pipeline
 from loomserve.platform.devices.memory import gpus_of, least_replicas, replica_bytes
+from loomserve.platform.models import catalog
 from loomserve.platform.placement.division_of_model import divide, may_be_divided
-from loomserve.platform.placement.lending_by_default import with_lending
 from loomserve.platform.placement.own_devices import NodeParts, own_devices, with_memory
 from loomserve.platform.placement.policy.berths import (
     Berth,
@@ -31,12 +31,8 @@ from loomserve.platform.placement.policy.graph import stage_bytes
 
 @dataclass(frozen=True)
 class Placed:
-    """
-    Attributes:
-        config: With nothing left out.
-        berths: Of each model that the platform has placed, by its name, with the reason.
-        sizes: Bytes of a replica of each model, all its devices together.
-    """
+    """A configuration with nothing left out; by model, the berths that the platform chose, and the
+    bytes of a replica, all its devices together."""
 
     config: Config
     berths: Mapping[str, Berth] = field(default_factory=dict)
@@ -62,18 +58,9 @@ def leaves_something(config: Config) -> bool:
 def placed(
     config: Config, base: Path, nodes: Mapping[str, NodeParts], weights: Mapping[str, int]
 ) -> Placed:
-    """The configuration with all that it leaves out.
-
-    Args:
-        config: that leaves something out.
-        base: folder to which sources are relative.
-        nodes: what each node has, by its name.
-        weights: what an engine of each model holds of its weights.
-
-    Raises:
-        StartError: a model fits nowhere, or a node has no memory for any; names the field.
-        ConfigError: the configuration would be wrong with it.
-    """
+    """The configuration with all that it leaves out; ``weights``: what an engine of each model
+    holds of its weights. Raises StartError, which names the field, if a model fits nowhere or a
+    node has no memory for any; ConfigError if the configuration would be wrong with it."""
     devices = config.devices or own_devices(nodes)
     if not devices:
         raise StartError(
@@ -93,15 +80,8 @@ def placed(
 
 
 def placed_late(model: Model, devices: Sequence[Device], base: Path) -> Model:
-    """A model that comes to a platform that runs; one without devices, once it is asked for.
-
-    Where it comes is decided then; until then it may use all devices of a kind.
-
-    Args:
-        model: what may leave its devices out.
-        devices: all that there are.
-        base: folder to which its source is relative.
-    """
+    """A model that comes to a platform that runs; one without devices, once it is asked for. Where
+    it comes is decided then; until then it may use all devices of a kind."""
     if model.is_placed:
         return model
     there = _of_one_kind(devices)
@@ -254,3 +234,24 @@ def _spot(device: Device) -> Spot:
     assert device.memory is not None
     cores = len(device.cores) if device.kind == "cpu" else None
     return Spot(device.name, float(device.memory), cores)
+
+
+def with_lending(model: Model, base: Path) -> Model:
+    """The model with ``lending: auto`` if it leaves ``lending`` out and nothing speaks against it.
+
+    It must run on a CPU device that is not the only one. Replicas with roles hand their KV over to
+    each other, and do not lend by themselves; nor does a model that is not on this machine, of
+    which nobody knows what attention it has.
+    """
+    if "lending" in model.model_fields_set or model.roles is not None:
+        return model
+    try:
+        folder = catalog.folder_here(model.source, base)
+        if folder is None or not catalog.has_plain_attention(folder):
+            return model
+        lends = model.model_copy(update={"lending": Lending(auto=True)})
+        # Its own checks know which options go with lending.
+        Model.model_validate(lends.model_dump(exclude_unset=True))
+    except (ConfigError, ValidationError):
+        return model
+    return lends

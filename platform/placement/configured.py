@@ -14,11 +14,8 @@ from loomserve.platform.placement.policy.placer import Wanted
 
 
 def wanted_of(model: Model, base: Path, mode: Mode) -> Wanted:
-    """Build placement's input from a configured model.
-
-    Raises:
-        ConfigError: the model has no folder here, or its weights have no layers.
-    """
+    """Build placement's input from a configured model. Raises ConfigError if the model has no
+    folder here, or its weights have no layers."""
     folder = catalog.resolve(model.source, base, progress=lambda _: None, revision=model.revision)
     if not isinstance(folder, Path):
         raise ConfigError(
@@ -37,12 +34,9 @@ def wanted_of(model: Model, base: Path, mode: Mode) -> Wanted:
 
 
 def stages_of(model: Model, base: Path) -> list[tuple[str, int]]:
-    """Devices of a model that is a pipeline, in the order of its layers, and their layers.
-
-    Raises:
-        ConfigError: the model has neither ``pipeline.layers`` nor a profile of its devices.
-        StartError: its devices do not hold the model.
-    """
+    """Devices of a model that is a pipeline, in the order of its layers, and their layers. Raises
+    ConfigError if the model has neither ``pipeline.layers`` nor a profile of its devices;
+    StartError if its devices do not hold the model."""
     assert model.pipeline is not None
     if model.pipeline.layers:
         return list(zip(model.devices, model.pipeline.layers, strict=True))

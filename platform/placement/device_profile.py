@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import yaml
 from pydantic import ValidationError
 
 from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.base.files import replace_file
 from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.placement.policy.device_times import DeviceProfile
 
@@ -19,18 +19,11 @@ def default_path() -> Path:
 
 def save(profile: DeviceProfile, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(f".{os.getpid()}")
-    text = yaml.safe_dump(profile.model_dump(mode="json"), sort_keys=False)
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(path)
+    replace_file(path, yaml.safe_dump(profile.model_dump(mode="json"), sort_keys=False))
 
 
 def load(path: Path) -> DeviceProfile:
-    """Read a device profile.
-
-    Raises:
-        ConfigError: the file does not exist, or is damaged.
-    """
+    """Read a device profile. Raises ConfigError if the file does not exist, or is damaged."""
     try:
         return DeviceProfile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except OSError as error:

@@ -44,14 +44,8 @@ def may_be_divided(model: Model) -> bool:
 def divide(
     model: Model, base: Path, devices: Sequence[Device], memory: Mapping[str, float]
 ) -> PlacedModel | None:
-    """The model's layers on the fewest devices of one node that hold them; None: none do.
-
-    Args:
-        model: one that may be divided.
-        base: folder to which its source is relative.
-        devices: all that there are.
-        memory: bytes that each may give it.
-    """
+    """The layers of a model that may be divided, on the fewest devices of one node that hold them;
+    None: none do. ``memory``: bytes that each device may give it."""
     found: list[PlacedModel] = []
     for node, kind in dict.fromkeys((device.on, device.kind) for device in devices):
         there = [each for each in devices if (each.on, each.kind) == (node, kind)]

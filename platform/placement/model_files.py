@@ -10,9 +10,9 @@ from safetensors import safe_open
 
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.config import Model
-from loomserve.platform.devices.precision import cpu_dtype
+from loomserve.platform.devices.machine import cpu_dtype
 from loomserve.platform.models import catalog
-from loomserve.platform.placement.policy.model_shape import ModelShape
+from loomserve.platform.placement.policy.graph import ModelShape
 
 _OF_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 _EMBEDDINGS = re.compile(r"(embed_tokens|wte|word_embeddings)\.weight$")
@@ -27,11 +27,8 @@ _WIDE = frozenset({"float32", "float"})
 
 
 def read(folder: Path) -> ModelShape:
-    """Read the shape of a model from the headers in its folder, which was checked.
-
-    Raises:
-        ConfigError: no tensor's name is that of a layer, or the hidden size is not stated.
-    """
+    """Read the shape of a model from the headers in its folder, which was checked. Raises
+    ConfigError if no tensor's name is that of a layer, or the hidden size is not stated."""
     sizes = {name: size for name, (size, _) in _tensors(folder).items()}
     of_layers: dict[int, int] = {}
     for name, size in sizes.items():
@@ -55,11 +52,9 @@ def read(folder: Path) -> ModelShape:
 
 
 def held_bytes(resolved: Path | str, model: Model, *, on_gpus: bool) -> int:
-    """What an engine holds of the weights that were found; 0 of a hub id.
-
-    Each floating-point number is as wide as the engine computes. On a CPU the output head is there
-    a second time, packed for its kernels, as vLLM needs it in both forms.
-    """
+    """What an engine holds of the weights that were found; 0 of a hub id. Each floating-point
+    number is as wide as the engine computes. On a CPU the output head is there a second time,
+    packed for its kernels, as vLLM needs it in both forms."""
     if not isinstance(resolved, Path):
         return 0
     wide = model.engine.get("dtype", "auto" if on_gpus else cpu_dtype()) in _WIDE

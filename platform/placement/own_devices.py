@@ -12,7 +12,7 @@ from loomserve.platform.devices.machine import MachineParts
 from loomserve.platform.devices.memory import GPU_ENGINE_BYTES
 from loomserve.platform.placement.policy.division import divided
 
-# What is free shall not be used to the last byte: of a node's memory, and of a GPU's, in which
+# What is free should not be used to the last byte: of a node's memory, and of a GPU's, in which
 # vLLM's own buffers are too.
 _CPU_SHARE, _GPU_SHARE = 15 / 16, 0.9
 _MIB = 2**20
@@ -21,11 +21,7 @@ _NAME = 48
 
 @dataclass(frozen=True)
 class NodeParts:
-    """
-    Attributes:
-        parts: What a node has.
-        taken: Bytes of it that all but engines will take.
-    """
+    """What a node has, and the bytes of it that all but engines will take."""
 
     parts: MachineParts
     taken: float
@@ -37,11 +33,8 @@ class NodeParts:
 
 
 def own_devices(nodes: Mapping[str, NodeParts]) -> tuple[Device, ...]:
-    """Devices of all that there is: GPUs where a node has some, else its cores.
-
-    Args:
-        nodes: By name; of no cluster, the one is ``LOCAL_NODE``.
-    """
+    """Devices of all that there is: GPUs where a node has some, else its cores. Of no cluster, the
+    one node is ``LOCAL_NODE``."""
     return tuple(device for name, node in nodes.items() for device in _devices_of(name, node.parts))
 
 
@@ -61,8 +54,7 @@ def with_memory(devices: Sequence[Device], nodes: Mapping[str, NodeParts]) -> tu
     What the configuration says stays. The CPU devices of a node share by their cores what is left
     of its memory; where there are none, its GPUs have equal parts of that.
 
-    Raises:
-        StartError: nothing is.
+    Raises StartError if no memory is left.
     """
     return tuple(
         _with_host(

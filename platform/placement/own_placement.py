@@ -23,18 +23,9 @@ Say = Callable[[str], None]
 
 
 def placed_here(config: Config, base: Path, say: Say, left_behind: int = 0) -> Placed:
-    """The configuration, placed on this machine, which is no node of a cluster.
-
-    Args:
-        config: what may leave something out.
-        base: folder to which sources are relative.
-        say: is told what is fetched.
-        left_behind: bytes of an earlier KV store that the next one takes over.
-
-    Raises:
-        ConfigError: a source is wrong.
-        StartError: a model fits nowhere, or cannot be fetched.
-    """
+    """The configuration, placed on this machine, which is no node of a cluster. ``left_behind``:
+    bytes of an earlier KV store that the next one takes over. Raises ConfigError if a source is
+    wrong; StartError if a model fits nowhere, or cannot be fetched."""
     if not leaves_something(config):
         return Placed(config)
     parts = parts_here()

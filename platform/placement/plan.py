@@ -30,9 +30,9 @@ class PlannedDevice:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """
+    """A model and the devices of its replicas.
+
     Attributes:
-        devices: Of its replicas.
         start: ``now`` or ``on_demand``; of a platform that runs, the model's status.
         size: Estimated bytes of a replica; None: not asked.
         parsers: Of its tool calls and its reasoning; None: its files are not here.
@@ -53,12 +53,9 @@ class PlacementPlan:
 
 
 def plan_of_file(path: Path, say: Callable[[str], None]) -> PlacementPlan:
-    """What a platform with this configuration would begin with on this machine.
-
-    Raises:
-        ConfigError: the file is wrong, or leaves to the platform what only a cluster's nodes know.
-        StartError: a model fits nowhere, or cannot be fetched.
-    """
+    """What a platform with this configuration would begin with on this machine. Raises ConfigError
+    if the file is wrong, or leaves to the platform what only a cluster's nodes know; StartError if
+    a model fits nowhere, or cannot be fetched."""
     config = load(path)
     if config.cluster is not None and leaves_something(config):
         raise ConfigError(

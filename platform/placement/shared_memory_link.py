@@ -19,10 +19,8 @@ _COPIES = 10
 
 
 def time_link(source: Sequence[int], target: Sequence[int]) -> tuple[float, float]:
-    """Latency in seconds of a message to a sleeping process on other cores, and bytes a second.
-
-    The median of half a round trip; and of copies that the target makes of what the source wrote.
-    """
+    """Latency in seconds of a message to a sleeping process on other cores, and bytes a second. The
+    median of half a round trip; and of copies that the target makes of what the source wrote."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     memory = SharedMemory(create=True, size=_BYTES)

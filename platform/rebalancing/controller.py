@@ -18,7 +18,7 @@ from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.rebalancing.actuators.base import Actuator
 from loomserve.platform.rebalancing.execution import Execution
 from loomserve.platform.rebalancing.plans.history import History, Transition
-from loomserve.platform.rebalancing.plans.plans import Origin, Plan, alike, plan_of, rejected_of
+from loomserve.platform.rebalancing.plans.plans import Origin, Plan, alike, plan_of
 from loomserve.platform.rebalancing.plans.reports import (
     Event,
     EventKind,
@@ -27,23 +27,20 @@ from loomserve.platform.rebalancing.plans.reports import (
     Mode,
     RebalancingState,
     device_loads,
-    flaw_states,
 )
 from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError
 from loomserve.platform.rebalancing.policy.actions import Action, ActionKind
 from loomserve.platform.rebalancing.policy.heat import classify
 from loomserve.platform.rebalancing.policy.manual import manual
+from loomserve.platform.rebalancing.policy.measured import Flaw, Measured
 from loomserve.platform.rebalancing.policy.planner import propose
-from loomserve.platform.rebalancing.policy.snapshot import Flaw, Measured, utilisations
 from loomserve.platform.rebalancing.scaler import Scaler
 from loomserve.platform.rebalancing.tally import Tally
 
 
 class Rebalancer:
-    """Makes plans and carries them out, one at a time; only what is saved counts.
-
-    Times are Unix seconds of the caller's clock, which takes no steps while it lives.
-    """
+    """Makes plans and carries them out, one at a time; only what is saved counts. Times are Unix
+    seconds of the caller's clock, which takes no steps while it lives."""
 
     def __init__(
         self,
@@ -54,15 +51,9 @@ class Rebalancer:
         clock: Callable[[], float],
         scaler: Scaler | None = None,
     ) -> None:
-        """
-        Args:
-            options: The configuration's section.
-            store: Where plans are kept; not yet claimed.
-            observe: The fleet as it is now, given when the last action ended.
-            actuators: One for each kind of action that can be carried out.
-            clock: Unix time, in seconds.
-            scaler: Starts and ends replicas by load; None: nobody does.
-        """
+        """``store`` is not yet claimed; ``observe`` returns the fleet as it is now, given when the
+        last action ended; ``clock`` is Unix time in seconds; without ``scaler``, nobody scales by
+        load."""
         self._options, self._store, self._clock = options, store, clock
         self._kept = Kept(mode=options.controller, configured=options.controller)
         self._look_at = observe
@@ -131,7 +122,7 @@ class Rebalancer:
         if measured.snapshot is None or measured.flaws(self._options):
             return
         snapshot, origin = measured.snapshot, Origin.CONTROLLER
-        heat = classify(self._kept.heat, utilisations(snapshot), self._options)
+        heat = classify(self._kept.heat, snapshot.loads, self._options)
         proposal = propose(snapshot, heat, self._history.corrections, self._options)
         self._tally.count_rejected(proposal)
         kept = self._kept.model_copy(update={"heat": heat})
@@ -154,27 +145,23 @@ class Rebalancer:
     # What operators ask for
 
     async def make(self, actions: Sequence[Action] = (), *, forced: bool = False) -> MadePlan:
-        """A plan of these actions, or without any the planner's own; it waits to be applied.
-
-        Raises:
-            NotFound: an action names what is not there.
-            Conflict: an action cannot be; or a plan runs.
-            Unavailable: this controller does not act.
-        """
+        """A plan of these actions, or without any the planner's own; it waits to be applied. Raises
+        NotFound if an action names what is not there; Conflict if an action cannot be, or a plan
+        runs; Unavailable if this controller does not act."""
         async with self._acting():
             now_s, measured = self._clock(), self._observe()
             flaws, snapshot = measured.flaws(self._options), measured.snapshot
             if snapshot is None or (flaws and not (actions and forced)):
                 if actions:
                     raise Conflict(_unfit(flaws, can_be_forced=snapshot is not None))
-                return MadePlan(flaws=flaw_states(flaws))
+                return MadePlan(flaws=flaws)
             corrections = self._history.corrections
             if actions:
                 proposal = manual(snapshot, actions, corrections, self._options, forced=forced)
             else:
                 # What is seen now counts as if it had been seen often enough.
                 at_once = self._options.model_copy(update={"confirm_periods": 1})
-                heat = classify({}, utilisations(snapshot), at_once)
+                heat = classify({}, snapshot.loads, at_once)
                 proposal = propose(snapshot, heat, corrections, self._options)
                 self._tally.count_rejected(proposal)
             plan = plan_of(_new_id(), now_s, snapshot, proposal, Origin.OPERATOR, forced=forced)
@@ -182,19 +169,14 @@ class Rebalancer:
                 await self._commit(self._history.propose(plan, now_s))
             return MadePlan(
                 plan=plan,
-                flaws=flaw_states(flaws),
-                rejected=rejected_of(proposal),
-                rejected_by_reason=Counter(str(each.refusal.reason) for each in proposal.rejected),
+                flaws=flaws,
+                rejected=proposal.rejected,
+                rejected_by_reason=Counter(str(each.reason) for each in proposal.rejected),
             )
 
     async def apply(self, id_: str) -> Plan:
-        """Begin to carry a plan out.
-
-        Raises:
-            NotFound, Conflict: see :meth:`History.start`.
-            Conflict: actions are paused.
-            Unavailable: this controller does not act.
-        """
+        """Begin to carry a plan out. Raises as :meth:`History.start`; Conflict if actions are
+        paused; Unavailable if this controller does not act."""
         async with self._acting():
             if self._kept.paused:
                 raise Conflict("actions are paused: resume them first")
@@ -202,21 +184,14 @@ class Rebalancer:
             return self._history.plan(id_)
 
     async def abort(self, id_: str) -> Plan:
-        """Leave what a plan has not begun, and take back the action that is under way.
-
-        Raises:
-            NotFound, Conflict: see :meth:`History.abort`.
-            Unavailable: this controller does not act.
-        """
+        """Leave what a plan has not begun, and take back the action that is under way. Raises as
+        :meth:`History.abort`; Unavailable if this controller does not act."""
         async with self._acting():
             await self._commit(self._history.abort(id_, self._clock()))
             return self._history.plan(id_)
 
-    async def switch(self, mode: Mode | None, paused: bool | None) -> None:
-        """
-        Raises:
-            Unavailable: this controller does not act.
-        """
+    async def switch(self, mode: Mode | None, paused: bool | None) -> RebalancingState:
+        """Change what is not None. Raises Unavailable if this controller does not act."""
         async with self._acting():
             wanted = {"mode": mode, "paused": paused}
             given = {name: value for name, value in wanted.items() if value is not None}
@@ -224,12 +199,10 @@ class Rebalancer:
             said = f"mode {kept.mode}, {'paused' if kept.paused else 'not paused'}"
             event = Event(at=self._clock(), kind=EventKind.SWITCHED, message=said)
             await self._save(kept, self._history, [event])
+        return self.state()
 
     def plan(self, id_: str) -> Plan:
-        """
-        Raises:
-            NotFound: there is no such plan, or it was long ago.
-        """
+        """Raises NotFound if the id is unknown, or its plan was evicted from the history."""
         self._refuse_unless_acting()
         return self._history.plan(id_)
 
@@ -251,7 +224,7 @@ class Rebalancer:
             paused=self._kept.paused,
             problem=self._problem,
             devices=device_loads(measured, self._kept.heat),
-            flaws=flaw_states(measured.flaws(self._options)),
+            flaws=measured.flaws(self._options),
             running=running.id if running else None,
             actions=self._tally.actions,
             rejected=self._tally.rejected,

@@ -1,6 +1,6 @@
 """Carries out the steps of a plan, one after the other, and measures what each has gained.
 
-What is about to be done is saved before it is done, so that a controller that is started anew goes
+What is about to be done is saved before it is done, so that a restarted controller goes
 on from there. A step that fails is taken back by its actuator and ends its plan; the steps before
 it stand.
 """
@@ -21,7 +21,8 @@ from loomserve.platform.rebalancing.policy.actions import Action, ActionKind, ki
 from loomserve.platform.rebalancing.policy.effects import apply
 from loomserve.platform.rebalancing.policy.forecast import Forecast
 from loomserve.platform.rebalancing.policy.limits import exceeded, unable
-from loomserve.platform.rebalancing.policy.snapshot import Flaw, Measured, Snapshot, utilisations
+from loomserve.platform.rebalancing.policy.measured import Flaw, Measured
+from loomserve.platform.rebalancing.policy.snapshot import Snapshot
 
 _log = logging.getLogger("ray.serve")
 
@@ -63,13 +64,8 @@ class Execution:
         observe: Callable[[], Measured],
         commit: Callable[[Transition], Awaitable[None]],
     ) -> None:
-        """
-        Args:
-            options: Budgets and waits.
-            actuators: One for each kind of action that can be carried out.
-            observe: The fleet as it is now.
-            commit: Saves a transition; only then does it count.
-        """
+        """``observe`` returns the fleet as it is now; a transition counts once ``commit`` has saved
+        it."""
         self._options, self._actuators = options, actuators
         self._observe, self._commit = observe, commit
         self._begun: set[str] = set()
@@ -106,9 +102,7 @@ class Execution:
         except (RequestError, KeyError) as error:
             await self._fail(turn, str(error))
             return
-        begun = turn.history.step_begun(
-            plan.id, turn.now_s, record, utilisations(measured.snapshot)
-        )
+        begun = turn.history.step_begun(plan.id, turn.now_s, record, measured.snapshot.loads)
         await self._commit(begun)
         await self._tell(turn.after(begun))
 
@@ -169,7 +163,7 @@ class Execution:
         measured = self._observe()
         flaws = measured.flaws(self._options)
         if measured.snapshot is not None and not flaws:
-            real = _real(step, utilisations(measured.snapshot))
+            real = _real(step, measured.snapshot.loads)
             await self._commit(turn.history.step_done(id_, turn.now_s, real, measured.snapshot))
         elif turn.now_s - step.acted > self._longest_wait_s:
             done = turn.history.step_done(id_, turn.now_s, None, message=_said(flaws))

@@ -23,7 +23,6 @@ class RebalancingMetrics(Collector):
         registry.register(self)
 
     def set_state(self, state: RebalancingState | None) -> None:
-        """A reading of the controller; None: it does not answer."""
         self._state = state
 
     def collect(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""Makes the snapshot that rebalancing decides on, of heartbeats and the devices' profile.
+"""Makes the snapshots that rebalancing and scaling decide on, of heartbeats and a device profile.
 
 Its times are Unix seconds, for plans outlive the controller that makes them. Replicas report theirs
 in monotonic seconds, since the time of day may step between two heartbeats.
@@ -12,21 +12,21 @@ from datetime import datetime
 
 from loomserve.platform.config import Device as ConfiguredDevice
 from loomserve.platform.devices.memory import least_replicas
-from loomserve.platform.fleet.fleet import EngineRecord
+from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import Heartbeat
+from loomserve.platform.fleet.registry import ModelRecord, Registry, ReplicaRecord
 from loomserve.platform.placement.policy.device_times import DeviceProfile
+from loomserve.platform.rebalancing.policy.measured import Flaw, Measured, Unfit
 from loomserve.platform.rebalancing.policy.rates import Rates
+from loomserve.platform.rebalancing.policy.scaling import ScaledModel, ScaledReplica
 from loomserve.platform.rebalancing.policy.snapshot import (
     DeviceSnapshot,
     EngineSnapshot,
-    Flaw,
     Link,
     LoanSnapshot,
-    Measured,
     ModelSnapshot,
     MoveKind,
     Snapshot,
-    Unfit,
 )
 from loomserve.platform.state import BorrowingState, FootprintState, LoanState, ReplicaLoad
 
@@ -42,7 +42,7 @@ _LEAST_TPOT_S = 1e-6
 class _Complete:
     """A report that lacks nothing."""
 
-    record: EngineRecord
+    record: ReplicaRecord
     load: ReplicaLoad
     footprint: FootprintState
     rates: Mapping[str, float]
@@ -70,51 +70,41 @@ def sums_of(report: Heartbeat) -> tuple[float, dict[str, float]] | None:
     return load.measured_at, sums
 
 
-def measured_snapshot(
+def measured(
+    fleet: Fleet,
+    devices: Sequence[ConfiguredDevice],
+    rates: Rates,
+    profile: DeviceProfile | None,
+    *,
     at_s: float,
     monotonic_s: float,
     changed_at_s: float,
-    devices: Sequence[ConfiguredDevice],
-    targets: Mapping[str, int],
-    records: Sequence[EngineRecord],
-    rates: Rates,
-    profile: DeviceProfile | None,
-    movable: Mapping[MoveKind, frozenset[str]],
 ) -> Measured:
-    """
-    Args:
-        at_s: Now, in Unix seconds.
-        monotonic_s: Now, by the clock of reports.
-        changed_at_s: When the last action ended.
-        devices: The configuration's devices.
-        targets: Number of replicas that there should be of each model.
-        records: Live replicas.
-        rates: Rates of the replicas' sums.
-        profile: Measurements of the devices; None: there are none.
-        movable: By kind of move, the replicas that an actuator can move.
-    """
+    """``at_s`` is now in Unix seconds, ``monotonic_s`` by the fleet's clock; ``changed_at_s`` is
+    when the last action ended."""
+    scaled = scaled_models(fleet.registry, rates, monotonic_s)
     missing = list(_not_profiled(devices, profile))
     whole = []
-    for record in records:
+    for record in fleet.registry.all_live(monotonic_s):
         complete = _complete(record, rates, at_s - monotonic_s)
         if complete is None:
-            missing.append(Flaw(Unfit.PARTIAL, record.heartbeat.replica_id))
+            missing.append(Flaw(Unfit.PARTIAL, record.id))
         else:
             whole.append(complete)
     if missing or profile is None:
-        return Measured(None, tuple(missing))
-    loans = tuple(loan for each in whole for loan in _loans(each))
-    engines = tuple(engine for each in whole for engine in _engines(each, movable))
+        return Measured(None, tuple(missing), scaled)
+    engines = tuple(engine for each in whole for engine in _engines(fleet, each, monotonic_s))
+    targets = fleet.registry.targets()
     snapshot = Snapshot(
         at_s=at_s,
         devices=tuple(_device(device.name, whole, profile, at_s) for device in devices),
         models=tuple(_model(name, count, whole, engines) for name, count in targets.items()),
         engines=engines,
         links=_links(profile),
-        loans=loans,
+        loans=tuple(loan for each in whole for loan in _loans(each)),
         changed_at_s=changed_at_s,
     )
-    return Measured(snapshot, ())
+    return Measured(snapshot, (), scaled)
 
 
 def _not_profiled(
@@ -129,7 +119,7 @@ def _not_profiled(
             yield Flaw(Unfit.PARTIAL, f"{device.name} in {PROFILE}")
 
 
-def _complete(record: EngineRecord, rates: Rates, later_s: float) -> _Complete | None:
+def _complete(record: ReplicaRecord, rates: Rates, later_s: float) -> _Complete | None:
     """None if it lacks something; ``later_s``: Unix time less that of reports."""
     report = record.heartbeat
     load, footprint = report.stats.load, report.footprint
@@ -166,9 +156,7 @@ def _device(
     )
 
 
-def _engines(
-    each: _Complete, movable: Mapping[MoveKind, frozenset[str]]
-) -> Iterator[EngineSnapshot]:
+def _engines(fleet: Fleet, each: _Complete, now: float) -> Iterator[EngineSnapshot]:
     """The replica as one engine; a pipeline as one for each stage, none of which moves."""
     report, load, facts, rates = each.heartbeat, each.load, each.footprint, each.rates
     # What waits asks for as much as what runs is given.
@@ -176,11 +164,12 @@ def _engines(
     kv_bytes, kv_used = _kv(each)
     lending = report.model.lending
     heads_away, layers_away = _away(report)
+    limits = fleet.loans.limits(report.replica_id)
     engine = EngineSnapshot(
         id=report.replica_id,
         model=report.model.name,
         device=report.device,
-        role=each.record.role,
+        role=fleet.registry.record(report.model.name).role(report),
         prefill=rates["prefill"] * asked,
         attention=rates["attention"] * asked,
         linear=rates["linear"] * asked,
@@ -192,7 +181,7 @@ def _engines(
         kv_growth=rates["tokens"] * facts.token_bytes,
         recompute_s=load.pace.prefill_token_s / facts.token_bytes if load.pace else None,
         stores_kv=load.scheduling is not None,
-        draining=each.record.draining,
+        draining=each.record.stops,
         lend_bytes=(lending.lend_memory or 0) if lending else 0,
         borrow_bytes=(lending.borrow_memory or 0) if lending else 0,
         borrowed=tuple(
@@ -206,9 +195,13 @@ def _engines(
         tpot_s=max(load.pace.output_token_s if load.pace else load.step_time_s, _LEAST_TPOT_S),
         sync_s=load.step_time_s,
         drain_s=load.pace.request_s if load.pace else 0.0,
-        movable=frozenset(kind for kind, ids in movable.items() if report.replica_id in ids),
-        lenders=_lenders(each.record),
-        shard_lenders=each.record.shard_lenders,
+        movable=frozenset(MoveKind if lending else ()),
+        # A plan can move requests to lenders with a limit. Without one, the borrower itself decides
+        # how far its requests go there.
+        lenders=frozenset(
+            lender.id for lender in fleet.loans.lenders(each.record, now) if lender.model in limits
+        ),
+        shard_lenders=fleet.loans.shard_lenders(each.record, now),
         measured_at_s=load.measured_at,
     )
     if not report.stages:
@@ -240,12 +233,6 @@ def _kv(each: _Complete) -> tuple[int, int]:
     # vLLM's share is of what is not lent.
     lent = _lent_blocks(each) * each.footprint.block_bytes
     return size, int(each.load.kv_cache_usage * max(size - lent, 0))
-
-
-def _lenders(record: EngineRecord) -> frozenset[str]:
-    """Lenders to which a plan can move requests: those with a limit. Without a limit, the borrower
-    itself decides how far its requests go there."""
-    return frozenset(lender.id for lender in record.lenders if lender.model in record.limits)
 
 
 def _away(report: Heartbeat) -> tuple[int, int]:
@@ -353,3 +340,65 @@ def _links(profile: DeviceProfile) -> tuple[Link, ...]:
         )
         for link in profile.links
     )
+
+
+def scaled_models(registry: Registry, rates: Rates, now: float) -> tuple[ScaledModel, ...]:
+    """Models that are ready, and whose load decides on their replicas; times are of the fleet's
+    clock."""
+    return tuple(
+        model
+        for record in registry.records
+        if (model := _scaled_model(record, registry, rates, now)) is not None
+    )
+
+
+def _scaled_model(
+    record: ModelRecord, registry: Registry, rates: Rates, now: float
+) -> ScaledModel | None:
+    rules, model = record.model.scaling, record.model
+    if rules is None or not record.stays or record.fixed:
+        return None
+    live = registry.live(model.name, now)
+    replicas = [
+        _scaled_replica(each, load, each.id in registry.drains.leaving)
+        for each in live
+        if each.id not in registry.drains.ending and (load := each.heartbeat.stats.load) is not None
+    ]
+    grown = [found["requests"] for each in live if (found := rates.of(each.id)) is not None]
+    starts = [each.heartbeat.footprint.start_s for each in live if each.heartbeat.footprint]
+    return ScaledModel(
+        name=model.name,
+        rules=rules,
+        most=min(rules.max, model.most_replicas),
+        target=record.target_replicas,
+        replicas=tuple(replicas),
+        arrived_per_s=sum(grown) if grown else None,
+        start_s=max(starts, default=0.0),
+    )
+
+
+def _scaled_replica(record: ReplicaRecord, load: ReplicaLoad, leaving: bool) -> ScaledReplica:
+    report = record.heartbeat
+    return ScaledReplica(
+        id=record.id,
+        device=record.device,
+        load=load,
+        max_running=report.stats.max_running,
+        kv_share=_kv_share(load, report.borrowing),
+        # One that has not been measured yet has just come.
+        ready_at_s=report.footprint.ready_at if report.footprint else float("inf"),
+        leaving=leaving,
+        # By a report of after it knew that it is drained; one from before may be out of date.
+        settled=report.stats.draining
+        and not (report.in_flight or report.lent or load.running or load.waiting),
+    )
+
+
+def _kv_share(load: ReplicaLoad, borrowing: BorrowingState | None) -> float:
+    """The share of KV blocks in use; what lenders grant is room that it has already."""
+    if borrowing is None:
+        return load.kv_cache_usage
+    loans = [loan for loan in borrowing.loans if loan.shard is None]
+    blocks = borrowing.own_blocks + sum(loan.usable_blocks for loan in loans)
+    free = borrowing.own_free_blocks + sum(loan.free_blocks for loan in loans)
+    return (blocks - free) / blocks if blocks else 0.0

@@ -1,23 +1,22 @@
 """Runs the rebalancing controller in the platform controller's actor, beside the fleet.
 
-Requests do not wait for it, and an actor that is started anew goes on where this one was.
+Requests do not wait for it, and an actor that is restarted goes on where this one was.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from loomserve.platform.base.clock import steady_unix_clock
-from loomserve.platform.base.errors import ConfigError, NotFound
+from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.base.periodic import every
 from loomserve.platform.config import Config
 from loomserve.platform.config.rebalancing import Rebalancing
-from loomserve.platform.fleet.fleet import EngineRecord, Fleet
+from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import Heartbeat
 from loomserve.platform.placement import device_profile
 from loomserve.platform.placement.configured import profile_path
@@ -27,12 +26,11 @@ from loomserve.platform.rebalancing.actuators.replicas import (
     ReplicasActuator,
     RequestsActuator,
     RoleActuator,
+    RunningActuator,
 )
-from loomserve.platform.rebalancing.actuators.running import RunningActuator
 from loomserve.platform.rebalancing.actuators.shards import ShardActuator
 from loomserve.platform.rebalancing.controller import Rebalancer
-from loomserve.platform.rebalancing.observe import measured_snapshot, sums_of
-from loomserve.platform.rebalancing.observe_scaled import scaled_models
+from loomserve.platform.rebalancing.observe import measured, sums_of
 from loomserve.platform.rebalancing.plans.plans import Plan
 from loomserve.platform.rebalancing.plans.reports import (
     Events,
@@ -40,12 +38,11 @@ from loomserve.platform.rebalancing.plans.reports import (
     Mode,
     PlanList,
     RebalancingState,
-    summary,
 )
 from loomserve.platform.rebalancing.plans.store import PlanStore, plans_folder
 from loomserve.platform.rebalancing.policy.actions import Action, ActionKind
+from loomserve.platform.rebalancing.policy.measured import Measured
 from loomserve.platform.rebalancing.policy.rates import Rates
-from loomserve.platform.rebalancing.policy.snapshot import Measured, MoveKind
 from loomserve.platform.rebalancing.scaler import RoomFor, Scaler
 from loomserve.platform.state.roles import Role
 
@@ -83,14 +80,7 @@ class RebalancingRunner:
         replicas: ReplicaControl,
         room_for: RoomFor,
     ) -> None:
-        """
-        Args:
-            config: the platform's.
-            base: folder to which its paths are relative.
-            fleet: what is looked at, and told what it is to be.
-            replicas: carries out what Serve has to do.
-            room_for: makes room on devices.
-        """
+        """``replicas`` does what Serve has to do; ``room_for`` makes room on devices."""
         options = config.rebalancing
         self._clock = steady_unix_clock()
         self._fleet, self._devices = fleet, config.devices
@@ -98,7 +88,7 @@ class RebalancingRunner:
         written = options.profile
         self._profile = _ProfileFile(base / written if written else profile_path(config, base))
         shards = ShardActuator(fleet)
-        self._actuators: dict[ActionKind, Actuator[Any]] = {
+        actuators: dict[ActionKind, Actuator[Any]] = {
             ActionKind.REQUESTS: RequestsActuator(fleet),
             ActionKind.HEADS: shards,
             ActionKind.LAYERS: shards,
@@ -106,11 +96,11 @@ class RebalancingRunner:
             ActionKind.ROLE: RoleActuator(fleet, replicas.set_role),
             ActionKind.REPLICAS: ReplicasActuator(fleet, replicas.scale),
         }
-        self._rebalancer = Rebalancer(
+        self.rebalancer = Rebalancer(
             options,
             PlanStore(plans_folder(config, base)),
             self._observe,
-            self._actuators,
+            actuators,
             self._clock,
             Scaler(fleet, replicas.set_replicas, room_for, options),
         )
@@ -124,87 +114,49 @@ class RebalancingRunner:
         """Tick until the process ends, which gives the store's lock back."""
         await every(
             _TICK_S,
-            self._rebalancer.tick,
+            self.rebalancer.tick,
             failed=lambda error: _log.error("rebalancing could not get on", exc_info=error),
         )
 
+    # What the admin API asks the controller's actor
+
     async def rebalancing_state(self) -> RebalancingState:
-        """Loads of devices, and what the controller does."""
-        return self._rebalancer.state()
+        return self.rebalancer.state()
 
     async def switch_rebalancing(self, mode: Mode | None, paused: bool | None) -> RebalancingState:
-        """Change what is not None."""
-        await self._rebalancer.switch(mode, paused)
-        return self._rebalancer.state()
+        return await self.rebalancer.switch(mode, paused)
 
     async def rebalancing_events(self, limit: int) -> Events:
-        """The newest first."""
-        return Events(events=tuple(await self._rebalancer.events(limit)))
+        return Events(events=tuple(await self.rebalancer.events(limit)))
 
     async def plans(self) -> PlanList:
-        """The newest first."""
-        return PlanList(plans=tuple(map(summary, self._rebalancer.plans())))
+        found = {"plans": self.rebalancer.plans()}
+        return PlanList.model_validate(found, from_attributes=True)
 
     async def make_plan(self, actions: Sequence[Action], forced: bool) -> MadePlan:
-        """
-        Raises:
-            RequestError: an action cannot be planned.
-        """
-        return await self._rebalancer.make(tuple(actions), forced=forced)
+        return await self.rebalancer.make(tuple(actions), forced=forced)
 
     async def plan(self, plan_id: str) -> Plan:
-        """
-        Raises:
-            NotFound: there is no such plan.
-        """
-        return self._rebalancer.plan(plan_id)
+        return self.rebalancer.plan(plan_id)
 
     async def apply_plan(self, plan_id: str) -> Plan:
-        """
-        Raises:
-            NotFound: there is no such plan.
-            Conflict: it is not a proposed one, or another is carried out.
-        """
-        return await self._rebalancer.apply(plan_id)
+        return await self.rebalancer.apply(plan_id)
 
     async def abort_plan(self, plan_id: str) -> Plan:
-        """
-        Raises:
-            NotFound: there is no such plan.
-            Conflict: it has ended.
-        """
-        return await self._rebalancer.abort(plan_id)
+        return await self.rebalancer.abort(plan_id)
 
     def _observe(self, changed_at_s: float) -> Measured:
         at_s, monotonic_s = self._clock(), time.monotonic()
-        records = self._fleet.engine_records(monotonic_s)
-        self._rates.keep(each.heartbeat.replica_id for each in records)
-        measured = measured_snapshot(
-            at_s,
-            monotonic_s,
-            changed_at_s,
+        self._rates.keep(each.id for each in self._fleet.registry.all_live(monotonic_s))
+        return measured(
+            self._fleet,
             self._devices,
-            self._fleet.registry.targets(),
-            records,
             self._rates,
             self._profile.read(),
-            {kind: self._movable(kind, records) for kind in MoveKind},
+            at_s=at_s,
+            monotonic_s=monotonic_s,
+            changed_at_s=changed_at_s,
         )
-        return replace(
-            measured, scaled=scaled_models(self._fleet.registry, self._rates, monotonic_s)
-        )
-
-    def _movable(self, kind: MoveKind, records: Sequence[EngineRecord]) -> frozenset[str]:
-        actuator = self._actuators[ActionKind(kind.value)]
-        ids = (each.heartbeat.replica_id for each in records)
-        return frozenset(id_ for id_ in ids if _may(actuator.movable, id_))
-
-
-def _may(movable: Callable[[str], bool], engine: str) -> bool:
-    try:
-        return movable(engine)
-    except NotFound:
-        return False
 
 
 def _window_s(options: Rebalancing) -> float:

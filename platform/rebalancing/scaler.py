@@ -27,16 +27,16 @@ from loomserve.platform.rebalancing.plans.reports import (
 )
 from loomserve.platform.rebalancing.policy.actions import Action, AddReplica, RemoveReplica
 from loomserve.platform.rebalancing.policy.limits import Reason, Refusal
+from loomserve.platform.rebalancing.policy.measured import Measured
 from loomserve.platform.rebalancing.policy.planner import weigh_start
-from loomserve.platform.rebalancing.policy.scaled import ScaledModel
 from loomserve.platform.rebalancing.policy.scaling import (
+    ScaledModel,
     ScalingWatch,
     ScalingWish,
     carried_out,
     leaves,
     look,
 )
-from loomserve.platform.rebalancing.policy.snapshot import Measured
 from loomserve.platform.state import Presence
 
 _log = logging.getLogger("ray.serve")
@@ -79,13 +79,7 @@ class ScalingChange:
 @dataclass
 class Scaler:
     """Looks at models, says what is to change, and changes it; times are of the caller's clock.
-
-    Attributes:
-        fleet: Is told which replicas are drained.
-        set_replicas: Carries out how many there are.
-        room_for: Makes room on devices.
-        options: Limits that hold for starts as for all actions.
-    """
+    ``room_for`` makes room on devices; the options' limits hold for starts as for all actions."""
 
     fleet: Fleet
     set_replicas: SetReplicas
@@ -103,7 +97,6 @@ class Scaler:
 
     @property
     def report(self) -> ScalingReport:
-        """What operators see."""
         counts = tuple(
             ScalingCount(model=model, direction=direction, reason=reason, count=count)
             for (model, direction, reason), count in sorted(self._counts.items())
@@ -119,14 +112,8 @@ class Scaler:
     def look(
         self, measured: Measured, at_s: float, kept: Kept, history: History
     ) -> list[ScalingChange]:
-        """What is to change now.
-
-        Args:
-            measured: what could be measured.
-            at_s: now.
-            kept: the controller's state; what an earlier one learnt is taken over.
-            history: its plans, in a running one of which any replica may have a part.
-        """
+        """What is to change now. ``kept``: the controller's state, of which what an earlier one
+        learnt is taken over; in a running plan of ``history`` any replica may have a part."""
         moves = kept.mode == "auto" and not kept.paused
         weigh = partial(weigh_start, measured, history.corrections, self.options, moves)
         self._forget(measured.scaled)
@@ -169,7 +156,7 @@ class Scaler:
             self.set_replicas(change.model, change.target)
 
     def _forget(self, models: tuple[ScaledModel, ...]) -> None:
-        """Models that are not ready, or have a number that an operator has set, begin anew."""
+        """Models that are not ready, or have a number that an operator has set, begin again."""
         there = {each.name for each in models}
         registry = self.fleet.registry
         for id_ in registry.drains.leaving.copy():

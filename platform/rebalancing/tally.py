@@ -13,16 +13,18 @@ _ENDS = frozenset({EventKind.DONE, EventKind.FAILED, EventKind.ABORTED})
 
 
 class Tally:
-    """Running sums; a controller that is started anew counts from nothing."""
+    """Running sums; a restarted controller counts from nothing."""
 
     def __init__(self) -> None:
         self.paused_s = 0.0
         self._actions: Counter[tuple[str, str]] = Counter()
-        self._rejected: Counter[str] = Counter()
-        self._moved_bytes: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
+        """Candidates that were not chosen, by reason."""
+        self.moved_bytes: Counter[str] = Counter()
+        """By kind of action."""
 
     def count_rejected(self, proposal: Proposal) -> None:
-        self._rejected.update(str(each.refusal.reason) for each in proposal.rejected)
+        self.rejected.update(str(each.reason) for each in proposal.rejected)
 
     def count_event(self, event: Event, history: History) -> None:
         """Count an action that has ended; other events count nothing."""
@@ -31,7 +33,7 @@ class Tally:
         assert event.step is not None
         kind, step = str(kind_of(event.action)), history.plan(event.plan).steps[event.step]
         self._actions[kind, str(event.kind)] += 1
-        self._moved_bytes[kind] += step.moved_bytes
+        self.moved_bytes[kind] += step.moved_bytes
         self.paused_s += step.paused_s
 
     @property
@@ -40,13 +42,3 @@ class Tally:
             ActionCount(kind=kind, outcome=outcome, count=count)
             for (kind, outcome), count in sorted(self._actions.items())
         )
-
-    @property
-    def rejected(self) -> dict[str, int]:
-        """Candidates that were not chosen, by reason."""
-        return dict(self._rejected)
-
-    @property
-    def moved_bytes(self) -> dict[str, int]:
-        """Bytes by kind of action."""
-        return dict(self._moved_bytes)

@@ -1,12 +1,13 @@
 """Reads a client's JSON body without building what the platform does not look at.
 
-JSON of a few megabytes can be millions of lists, which take a second to build and hold up
-all that the process serves: in a thread as well, for the interpreter's lock is held. So the texts
-of a large body stay the bytes that they are, and nothing else in it may be large.
+A few megabytes of JSON can be millions of lists, which take a second to build with the
+interpreter's lock held, in any thread. So the texts of a large body stay bytes, and nothing else in
+it may be large.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,29 +37,30 @@ _LARGE = msgspec.json.Decoder(
     msgspec.defstruct("_Large", [(name, _Optional, msgspec.UNSET) for name in TEXTS])
 )
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+CHARACTERS_PER_TOKEN = 16
+"""No real text has more to a token; one that is longer is refused before it is tokenised."""
+# A picture or a sound is no text. In a text quotes are escaped, so none can pass for one.
+_MEDIA = re.compile(rb'"(?:url|image_url|data|file_data)"\s*:\s*"[^"\\]{1024,}"')
+_ESCAPED = 6
 
 
 def read_body(body: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The fields of a body, and the texts among them that were left as JSON.
+    """The fields of a body, and those of its texts that were left as JSON; the last of a repeated
+    name counts, as for vLLM.
 
-    Of a name that is given twice the last value counts, as it does for vLLM.
-
-    Raises:
-        BadRequest: it is no JSON object, in UTF-8, or a large one has more than texts.
+    Raises BadRequest if it is no JSON object in UTF-8, or a large one has more than texts.
     """
     try:
         # What is around the object makes it no larger.
         body = body.strip(_SPACE)
-        return _read_large(body) if len(body) > SMALL_BYTES else (_read_small(body), {})
+        if len(body) > SMALL_BYTES:
+            return _read_large(body)
+        parsed = msgspec.json.decode(body)
     except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
         raise _unreadable(body, error) from None
-
-
-def _read_small(body: bytes) -> dict[str, Any]:
-    parsed = msgspec.json.decode(body)
     if not isinstance(parsed, dict):
         raise _no_object()
-    return parsed
+    return parsed, {}
 
 
 def _read_large(body: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -80,11 +82,7 @@ def _read_large(body: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def conversations_in(texts: Mapping[str, bytes]) -> dict[str, Any]:
-    """Conversations and documents that were left as JSON, which are looked at one by one.
-
-    Raises:
-        BadRequest: one has so much in it that reading it would hold others up.
-    """
+    """The conversations and documents that were left as JSON; raises BadRequest for slow ones."""
     for name, text in texts.items():
         # Those within texts count, too: to find out which are takes longer than to build them.
         if sum(text.count(mark) for mark in (b"{", b"[", b",")) > MOST_STRUCTURE:
@@ -96,7 +94,6 @@ def conversations_in(texts: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def texts_of(body: bytes) -> dict[str, bytes]:
-    """The texts of a body that was read, as JSON."""
     return _texts(msgspec.structs.asdict(_LARGE.decode(body)))
 
 
@@ -124,3 +121,12 @@ def _unreadable(body: bytes, error: Exception) -> BadRequest:
     except UnicodeDecodeError as wrong:
         return BadRequest(f"the body is not UTF-8: {wrong.reason} at byte {wrong.start}")
     return BadRequest(f"the body is not valid JSON: {error}")
+
+
+def characters(json_text: bytes) -> int:
+    r"""Characters of a field that was left as JSON, nearly: brackets and names count as well,
+    and ``\uXXXX`` as one, so that clients may write ASCII only."""
+    text = _MEDIA.sub(b"", json_text)
+    escaped = min(text.count(rb"\u"), len(text) // _ESCAPED)
+    length = len(text) if text.isascii() else len(text.decode("utf-8", "replace"))
+    return length - (_ESCAPED - 1) * escaped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
 MOST_TOKENIZE_BYTES = 2**20
 """Body of a request that no engine computes: its tokens are made one request at a time."""
@@ -40,7 +41,6 @@ class Endpoint:
     generates: bool = True
     """Whether its answer has tokens that the model made."""
     streams: bool = False
-    """Whether ``stream`` asks for an event stream."""
     hints: bool = False
     """Whether its requests have ``vllm_xargs``, which the engine gets as ``extra_args``."""
     salted: bool = True
@@ -48,7 +48,6 @@ class Endpoint:
     is_form: bool = False
     """Whether its body is multipart/form-data, with the model in the field ``model``; else JSON."""
     in_batches: bool = False
-    """Whether lines of batches may ask it."""
     most_bytes: int | None = None
     """Longest body; None: ``server.max_body``."""
 
@@ -58,85 +57,69 @@ class Endpoint:
 
     @property
     def at_engine(self) -> str:
-        """Its path at vLLM's server."""
         return self.engine_path or self.name
 
 
-def _generation(does: str, path: str, handler: str, *lists: str, batch: bool = False) -> Endpoint:
-    return Endpoint(does, (path,), handler, lists=lists, streams=True, hints=True, in_batches=batch)
-
-
-def _audio(does: str, path: str, handler: str) -> Endpoint:
-    return Endpoint(does, (path,), handler, streams=True, hints=True, salted=False, is_form=True)
-
-
-def _pooling(
-    does: str,
-    handler: str,
-    *paths: str,
-    at: str = "",
-    lists: tuple[str, ...] = ("input",),
-    counted: Counted = Counted.ONE,
-    salted: bool = True,
-) -> Endpoint:
-    return Endpoint(
-        *(does, paths, handler, at, lists, counted),
-        generates=False,
-        salted=salted,
-        in_batches=True,
-    )
-
-
-def _rendering(does: str, path: str, handler: str, at: str = "", *lists: str) -> Endpoint:
-    return Endpoint(
-        *(does, (path,), handler, at, lists),
-        computes=False,
-        generates=False,
-        counted=Counted.ONE,
-        most_bytes=MOST_TOKENIZE_BYTES,
-    )
-
+_generation = partial(Endpoint, streams=True, hints=True)
+_audio = partial(Endpoint, streams=True, hints=True, salted=False, is_form=True)
+_pooling = partial(
+    Endpoint, lists=("input",), counted=Counted.ONE, generates=False, in_batches=True
+)
+_rendering = partial(
+    Endpoint,
+    computes=False,
+    generates=False,
+    counted=Counted.ONE,
+    most_bytes=MOST_TOKENIZE_BYTES,
+)
+_CHAT, _COMPLETIONS, _MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+_PAIRS = ("queries", "documents", "items", "data_1", "data_2", "text_1", "text_2")
 
 _ROWS = (
-    _generation("chat", "/v1/chat/completions", "openai_serving_chat", batch=True),
+    _generation("chat", (_CHAT,), "openai_serving_chat", in_batches=True),
     _generation(
-        *("complete texts", "/v1/completions", "openai_serving_completion"),
-        *("prompt", "prompt_embeds"),
-        batch=True,
+        "complete texts",
+        (_COMPLETIONS,),
+        "openai_serving_completion",
+        lists=("prompt", "prompt_embeds"),
+        in_batches=True,
     ),
-    _generation("answer responses", "/v1/responses", "openai_serving_responses"),
-    _generation("answer messages", "/v1/messages", "anthropic_serving_messages"),
-    _pooling("embed", "serving_embedding", "/v1/embeddings"),
+    _generation("answer responses", ("/v1/responses",), "openai_serving_responses"),
+    _generation("answer messages", (_MESSAGES,), "anthropic_serving_messages"),
+    _pooling("embed", ("/v1/embeddings",), "serving_embedding"),
     _pooling(
-        *("embed as Cohere does", "serving_embedding", "/v2/embed"),
+        "embed as Cohere does",
+        ("/v2/embed",),
+        "serving_embedding",
         lists=("texts", "images", "inputs"),
         salted=False,
     ),
     _pooling(
-        *("rerank", "serving_scores", "/v1/rerank", "/v2/rerank", "/rerank"),
-        at="/rerank",
+        "rerank",
+        ("/v1/rerank", "/v2/rerank", "/rerank"),
+        "serving_scores",
+        "/rerank",
         lists=("documents",),
         counted=Counted.DOCUMENTS,
     ),
     _pooling(
-        *("score", "serving_scores", "/v1/score", "/score"),
-        at="/score",
-        lists=(
-            *("queries", "documents", "items"),
-            *("data_1", "data_2", "text_1", "text_2"),
-        ),
+        "score",
+        ("/v1/score", "/score"),
+        "serving_scores",
+        "/score",
+        lists=_PAIRS,
         counted=Counted.DOCUMENTS,
     ),
-    _pooling("classify", "serving_classification", "/v1/classify", "/classify", at="/classify"),
-    _pooling("pool", "serving_pooling", "/v1/pooling", "/pooling", at="/pooling"),
-    _audio("transcribe", "/v1/audio/transcriptions", "openai_serving_transcription"),
-    _audio("translate", "/v1/audio/translations", "openai_serving_translation"),
-    _rendering("render chats", "/v1/chat/completions/render", "serving_render"),
-    _rendering("render prompts", "/v1/completions/render", "serving_render", "", "prompt"),
-    _rendering("render messages", "/v1/messages/render", "serving_render"),
-    _rendering("count tokens", "/v1/messages/count_tokens", "anthropic_serving_messages"),
-    _rendering("tokenize", "/v1/tokenize", "serving_tokenization", "/tokenize"),
-    _rendering("detokenize", "/v1/detokenize", "serving_tokenization", "/detokenize"),
+    _pooling("classify", ("/v1/classify", "/classify"), "serving_classification", "/classify"),
+    _pooling("pool", ("/v1/pooling", "/pooling"), "serving_pooling", "/pooling"),
+    _audio("transcribe", ("/v1/audio/transcriptions",), "openai_serving_transcription"),
+    _audio("translate", ("/v1/audio/translations",), "openai_serving_translation"),
+    _rendering("render chats", (f"{_CHAT}/render",), "serving_render"),
+    _rendering("render prompts", (f"{_COMPLETIONS}/render",), "serving_render", lists=("prompt",)),
+    _rendering("render messages", (f"{_MESSAGES}/render",), "serving_render"),
+    _rendering("count tokens", (f"{_MESSAGES}/count_tokens",), "anthropic_serving_messages"),
+    _rendering("tokenize", ("/v1/tokenize",), "serving_tokenization", "/tokenize"),
+    _rendering("detokenize", ("/v1/detokenize",), "serving_tokenization", "/detokenize"),
 )
 
 ENDPOINTS = {path: row for row in _ROWS for path in row.paths}

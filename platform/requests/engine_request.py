@@ -1,7 +1,6 @@
 """A client's request on its way to an engine: parsed, checked, completed, encoded.
 
-Fields by which the platform speaks to its engines travel in the request itself; a client that sets
-one is refused.
+The platform's own fields travel in it; a client that sets one is refused.
 """
 
 from __future__ import annotations
@@ -15,8 +14,10 @@ from typing import Any
 
 from loomserve.platform.base.errors import BadRequest, BodyTooLarge, ContextTooLong
 from loomserve.platform.requests.client_body import (
+    CHARACTERS_PER_TOKEN,
     TEXTS,
     TEXTS_ONLY,
+    characters,
     conversations_in,
     read_body,
     texts_of,
@@ -26,26 +27,21 @@ from loomserve.platform.requests.endpoints import ENDPOINTS, Endpoint
 from loomserve.platform.requests.form_body import ClientForm
 from loomserve.platform.requests.media import check_media
 from loomserve.platform.requests.policy.conversation import check_conversation, check_messages
-from loomserve.platform.requests.policy.documents import check_number, sequences, texts_to_compute
 from loomserve.platform.requests.policy.fields import PLATFORMS_OWN, RESPONSES
 from loomserve.platform.requests.policy.grammars import check_grammars
-from loomserve.platform.requests.policy.lists import check_lists
+from loomserve.platform.requests.policy.lists import check_lists, check_numbers
 from loomserve.platform.requests.policy.logprobs import check_logprobs
-from loomserve.platform.requests.policy.numbers import check_numbers
 from loomserve.platform.requests.policy.obeyed import check_obeyed, thinking
 from loomserve.platform.requests.policy.sequences import (
-    answers,
+    check_number,
     check_prompts,
+    sequences,
+    texts_to_compute,
 )
-from loomserve.platform.requests.policy.texts import CHARACTERS_PER_TOKEN, characters
-from loomserve.platform.scheduling.policy.background import BACKGROUND
-from loomserve.platform.scheduling.policy.deadline import DEADLINE
-from loomserve.platform.scheduling.policy.expected import EXPECTED, Expected
+from loomserve.platform.scheduling.policy.hints import BACKGROUND, DEADLINE, EXPECTED, Expected
 
 FORWARDED = tuple(ENDPOINTS)
 """vLLM's endpoints that take one request and keep nothing between them, as clients name them."""
-HINTED = frozenset(path for path, endpoint in ENDPOINTS.items() if endpoint.hints)
-"""Endpoints whose requests have ``vllm_xargs``, which the engine gets as ``extra_args``."""
 
 _XARGS = "vllm_xargs"
 _HINTS = {
@@ -57,22 +53,16 @@ _HINTS = {
 _LONGEST_SALT = 1024
 
 
-def engine_path(path: str) -> str:
-    """An endpoint as vLLM's server names it."""
-    return ENDPOINTS[path].at_engine
-
-
 @dataclass(frozen=True)
 class EngineRequest:
     """One request to one of vLLM's endpoints: a JSON object, or a form.
 
-    Immutable: a method that adds something returns another request. The engine gets the very bytes
-    that the client sent, with what was added at their end. The constructor checks nothing: it is
-    for the platform's own requests.
+    Immutable: methods that add something return another request. The engine gets the client's bytes
+    with additions at their end. The constructor checks nothing: it is for the platform's own
+    requests.
     """
 
     path: str
-    """The endpoint, as clients name it."""
     fields: Mapping[str, Any]
     """Without texts that were left as JSON."""
     received: bytes | None = field(default=None, repr=False)
@@ -88,13 +78,8 @@ class EngineRequest:
 
     @classmethod
     def of(cls, path: str, body: bytes, content_type: bytes = b"") -> EngineRequest:
-        """
-        Raises:
-            BadRequest: the body is no JSON object, or where the endpoint takes a form none; it has
-                a field that only the platform may set, one that would take too long to compile, or
-                one that would not be obeyed.
-            BodyTooLarge: it asks for more tokens than one request may.
-        """
+        """A client's request. Raises BadRequest if the body is no JSON object or form, or a
+        field is the platform's own, too slow to compile or not obeyed; BodyTooLarge."""
         endpoint = ENDPOINTS[path]
         if endpoint.most_bytes is not None and len(body) > endpoint.most_bytes:
             raise BodyTooLarge(f"A request to {path} may have {endpoint.most_bytes} bytes.")
@@ -108,12 +93,7 @@ class EngineRequest:
 
     @classmethod
     def of_fields(cls, path: str, fields: Mapping[str, Any]) -> EngineRequest:
-        """A client's request that was parsed elsewhere.
-
-        Raises:
-            BadRequest: it has a field that only the platform may set, one that would take too
-                long to compile, or one that would not be obeyed.
-        """
+        """A client's request that was parsed elsewhere; raises BadRequest as :meth:`of`."""
         _check(path, fields, {})
         return cls(path, fields)._obeying()
 
@@ -123,12 +103,11 @@ class EngineRequest:
 
     @property
     def engine_path(self) -> str:
-        """The endpoint, as vLLM's server names it."""
         return self.endpoint.at_engine
 
     @property
     def takes_hints(self) -> bool:
-        """Whether the engine's scheduler can be told something about this request."""
+        """Whether the request has room for hints to the engine's scheduler."""
         return self.endpoint.hints
 
     @property
@@ -138,7 +117,6 @@ class EngineRequest:
 
     @property
     def streams(self) -> bool:
-        """Whether its answer is to be an event stream."""
         return self.endpoint.streams and bool(self.fields.get("stream"))
 
     @cached_property
@@ -146,29 +124,18 @@ class EngineRequest:
         """What counts in limits: answers at once, documents, or the request as one."""
         return sequences(self.endpoint, self.fields, self.texts)
 
-        return self._prompts * answers(self.fields)
-
     @cached_property
     def _prompts(self) -> int:
         return texts_to_compute(self.endpoint, self.fields, self.texts)
 
     def check_sequences(self, most: int) -> None:
-        """
-        Raises:
-            BadRequest: more than ``most`` sequences, or texts to embed than vLLM takes, or more
-                log probabilities than others can wait for.
-        """
+        """Raises BadRequest for more than ``most`` sequences, more texts to embed than vLLM
+        takes, or more log probabilities than others can wait for."""
         check_number(self.endpoint, self.fields, self.texts, most)
         check_logprobs(self.fields, self._prompts)
 
     def check_conversation(self, media_hosts: Collection[str]) -> None:
-        """
-        Args:
-            media_hosts: hosts that it may link to media on.
-
-        Raises:
-            BadRequest: its messages are no such, are too many, or link to media elsewhere.
-        """
+        """Raises BadRequest if messages are wrong, too many, or link to media elsewhere."""
         # Other endpoints' inputs and prompts are texts and tokens.
         plain = TEXTS_ONLY if self.path == RESPONSES else {*TEXTS_ONLY, "input"}
         texts = {name: text for name, text in self.texts.items() if name not in plain}
@@ -179,10 +146,7 @@ class EngineRequest:
         check_media(found, media_hosts)
 
     def check_texts(self, max_model_len: int | None) -> None:
-        """
-        Raises:
-            ContextTooLong: its texts are longer than any that fits the model's context.
-        """
+        """Raises ContextTooLong if its texts are longer than any that fits the model's context."""
         # A form's texts are short, and its file is none.
         if max_model_len is None or self.form is not None:
             return
@@ -203,10 +167,7 @@ class EngineRequest:
             )
 
     def check_priority(self, first: int) -> None:
-        """
-        Raises:
-            BadRequest: its ``priority``, vLLM's field, is smaller than ``first``: earlier.
-        """
+        """Raises BadRequest if its ``priority``, vLLM's field, is smaller (earlier) than this."""
         priority = self.fields.get("priority")
         if priority is not None and priority < first:
             raise BadRequest(
@@ -216,18 +177,15 @@ class EngineRequest:
             )
 
     def for_model(self, model: str) -> EngineRequest:
-        """The request to a model, which may name it by an alias."""
+        """The request with the model's own name in the place of an alias."""
         named = self.fields.get("model")
         return self if named is None or named == model else self._with({"model": model})
 
     def isolated(self, tenant: str) -> EngineRequest:
         """The request with a ``cache_salt`` (vLLM's field) that no other tenant's can have.
 
-        A salt of the client's own still keeps its requests apart from each other. Requests that
-        need no KV blocks stay as they are.
-
-        Raises:
-            BadRequest: the client's own salt is none.
+        A client's own salt still separates its requests. Requests without KV blocks stay as they
+        are. Raises BadRequest if the client's salt is not valid.
         """
         if not self.costs_tokens:
             return self
@@ -248,15 +206,11 @@ class EngineRequest:
         expected: Expected | None = None,
         background: bool = False,
     ) -> EngineRequest:
-        """The request with what the engine's scheduler is told about it.
+        """The request with hints for the engine's scheduler; unchanged where vLLM has no place for
+        them, or will refuse the client's ``vllm_xargs``.
 
-        Where vLLM has no place for hints, or will refuse the client's ``vllm_xargs``, the request
-        stays as it is.
-
-        Args:
-            deadline: when the client wants the whole answer, monotonic seconds.
-            expected: predicted length of the answer.
-            background: serve it after all requests that are not in the background.
+        ``deadline`` of the whole answer is in monotonic seconds; ``background`` requests are served
+        after all others.
         """
         hints: dict[str, Any] = {}
         if deadline is not None:
@@ -283,7 +237,6 @@ class EngineRequest:
 
     @property
     def size(self) -> int:
-        """Bytes that the engine gets."""
         return len(self.encoded) if self.form is None else self.form.size(self.added)
 
     def pieces(self) -> Iterator[bytes]:
@@ -292,11 +245,7 @@ class EngineRequest:
 
     @cached_property
     def encoded(self) -> bytes:
-        """The bytes that the engine gets, in one piece.
-
-        Raises:
-            BadRequest: a number is none that JSON has.
-        """
+        """The bytes that the engine gets, in one piece; raises BadRequest for NaN and Infinity."""
         if self.form is not None:
             return b"".join(self.pieces())
         if self.received is not None:

@@ -41,10 +41,7 @@ class ClientForm:
 
     @classmethod
     def of(cls, body: bytes, content_type: bytes) -> ClientForm:
-        """
-        Raises:
-            BadRequest: it is no form, has no file, or a field twice or too long.
-        """
+        """Raises BadRequest if it is no form, has no file, or has a field twice or too long."""
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary", b"")
         if kind.lower() != _MULTIPART or not 0 < len(boundary) <= _LONGEST_BOUNDARY:
@@ -71,7 +68,6 @@ class ClientForm:
         yield self._tail(added)
 
     def size(self, added: Mapping[str, Any]) -> int:
-        """Bytes of all pieces."""
         return self._end + len(self._tail(added))
 
     def _tail(self, added: Mapping[str, Any]) -> bytes:
@@ -84,7 +80,7 @@ class ClientForm:
 
 
 class _Parts:
-    """What the parser finds: the texts of fields, and the names of files."""
+    """Callbacks of the parser: texts of fields, and names of files."""
 
     def __init__(self, boundary: bytes) -> None:
         self.fields: dict[str, str] = {}
@@ -111,10 +107,7 @@ class _Parts:
         )
 
     def read(self, body: bytes) -> None:
-        """
-        Raises:
-            BadRequest: it is no form, has too many parts, or a field twice or too long.
-        """
+        """Raises BadRequest if it is no form, has too many parts, or a field twice or too long."""
         try:
             for begin in range(0, len(body), PIECE_BYTES):
                 self._parser.write(body[begin : begin + PIECE_BYTES])
@@ -160,8 +153,7 @@ class _Parts:
         self._data += data[begin:end]
         if len(self._data) > MOST_FIELD_BYTES:
             raise BadRequest(
-                f"{self._name} is longer than {MOST_FIELD_BYTES} bytes; send less",
-                param=self._name,
+                f"{self._name} is longer than {MOST_FIELD_BYTES} bytes; send less", param=self._name
             )
 
     def _end_part(self) -> None:
@@ -178,11 +170,7 @@ class _Parts:
 
 
 def _typed(fields: Mapping[str, str]) -> dict[str, Any]:
-    """The fields, with those in their types that the platform looks at.
-
-    Raises:
-        BadRequest: one is of another type.
-    """
+    """The fields, with those that the platform looks at typed; raises BadRequest for wrong ones."""
     typed: dict[str, Any] = dict(fields)
     if "stream" in typed:
         typed["stream"] = fields["stream"].lower() in _YES

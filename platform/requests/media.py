@@ -1,8 +1,7 @@
 """The media that a request links to: images, audio and video of its messages.
 
-Engines fetch them, and reach what clients do not: this machine's loopback, its network, a cloud's
-metadata. So they get those hosts alone that the operator names; what is refused here they would
-refuse as well, less clearly.
+Engines fetch them and could reach loopback, their network or a cloud's metadata, so only hosts that
+the operator names are allowed. Engines would refuse others as well, less clearly.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ _DATA = "data:"
 
 
 def check_media(fields: Mapping[str, Any], hosts: Collection[str]) -> None:
-    """Check that a request links to media in itself or on ``hosts`` only.
-
-    Raises:
-        BadRequest: it links to something else.
-    """
+    """Raises BadRequest if a request links to media outside itself and ``hosts``."""
     for field in _FIELDS:
         given = fields.get(field)
         if isinstance(given, list | dict):

@@ -35,8 +35,8 @@ _DEADLINE_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 class GatewayMetrics:
     """The metrics of one gateway process; not thread-safe.
 
-    A model's labels are looked up once and kept, so that the request path only adds numbers.
-    Requests of a model that :meth:`set_models` did not name count as ``unknown``.
+    Labels are looked up once and kept. Models that :meth:`set_models` did not name count as
+    ``unknown``.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -59,17 +59,14 @@ class GatewayMetrics:
             registry=registry,
         )
         self.adapters = AdapterMetrics(registry)
-        """Of requests for adapters."""
         self._counted_decisions: dict[tuple[str, str, str], int] = {}
         self._families = _ModelFamilies(registry)
         self._unknown = _ModelMetrics(self._families, UNKNOWN_MODEL)
         self._models: dict[str, _ModelMetrics] = {}
 
     def set_models(self, replicas: Mapping[str, Iterable[str]]) -> None:
-        """Set the served models, each with the ids of its replicas.
-
-        Models and replicas that are gone lose their gauge of requests in flight; counters stay.
-        """
+        """Set the served models with the ids of their replicas; those that are gone lose their
+        gauge of requests in flight, and counters stay."""
         for name in self._models.keys() - replicas.keys():
             self._models.pop(name).set_replicas(())
         for name, ids in replicas.items():
@@ -89,20 +86,15 @@ class GatewayMetrics:
         self._rejected.labels(reason).inc()
 
     def alias_chosen(self, alias: str, model: str) -> None:
-        """Count a request for an alias, with the model that it is given."""
         self._alias_requests.labels(alias, model).inc()
 
     def finished(
         self, model: str, endpoint: str, status: int, duration_s: float, slo_ms: float | None
     ) -> None:
-        """Count a request that ended.
+        """Count a request that ended, ``duration_s`` after it came.
 
-        Args:
-            model: the name it asked for.
-            endpoint: the path of the gateway's route, which clients cannot choose freely.
-            status: the HTTP status it was answered with.
-            duration_s: seconds from its arrival to its last byte.
-            slo_ms: the deadline it asked for. It is met by a success within that time.
+        ``endpoint`` is the path of the gateway's route, which clients cannot choose freely. The
+        deadline ``slo_ms`` is met by a success within that time.
         """
         metrics = self._model(model)
         metrics.requests(endpoint, status).inc()
@@ -112,14 +104,8 @@ class GatewayMetrics:
             metrics.slo_met[status < 400 and duration_s * 1000 <= slo_ms].inc()
 
     def streamed(self, model: str, *, ttft_s: float, stream_s: float, chunks: int) -> None:
-        """Record the times of a complete stream.
-
-        Args:
-            model: the name it asked for.
-            ttft_s: seconds to the first piece that an engine gave.
-            stream_s: seconds from that to its last.
-            chunks: number of pieces from then on; a single one gives no time between tokens.
-        """
+        """Record the times of a complete stream: ``ttft_s`` to the engine's first piece,
+        ``stream_s`` from there to the last. A single chunk gives no time between tokens."""
         metrics = self._model(model)
         metrics.time_to_first_token.observe(ttft_s)
         if chunks > 1:
@@ -134,7 +120,6 @@ class GatewayMetrics:
         return self._model(model).queue.track_inprogress()
 
     def client_disconnected(self, model: str) -> None:
-        """Count a client that left before its answer was complete."""
         self._model(model).client_disconnects.inc()
 
     def length_predicted(self, model: str, outcome: str) -> None:
@@ -148,88 +133,75 @@ class GatewayMetrics:
         metrics.length_error.inc(error_tokens)
 
     def refused_late(self, model: str) -> None:
-        """Count a request that was refused because it was predicted to miss its deadline."""
         self._model(model).refused_late.inc()
 
     def _model(self, name: str) -> _ModelMetrics:
         return self._models.get(name, self._unknown)
 
 
-class _PerModel:
-    """Makes metrics whose first label is the model."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def counter(self, name: str, about: str, *labels: str) -> Counter:
-        return Counter(name, about, ["model", *labels], registry=self._registry)
-
-    def gauge(self, name: str, about: str, *labels: str) -> Gauge:
-        return Gauge(name, about, ["model", *labels], registry=self._registry)
-
-    def histogram(self, name: str, about: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, about, ["model"], buckets=buckets, registry=self._registry)
-
-
 class _ModelFamilies:
-    """The metrics that have a value for each model."""
+    """The metrics that have a value for each model, which is their first label."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        make = _PerModel(registry)
-        self.requests = make.counter(
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(name, about, ["model", *labels], registry=registry)
+
+        def gauge(name: str, about: str, *labels: str) -> Gauge:
+            return Gauge(name, about, ["model", *labels], registry=registry)
+
+        def histogram(name: str, about: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(name, about, ["model"], buckets=buckets, registry=registry)
+
+        self.requests = counter(
             "loomserve_requests", "Requests answered, by HTTP status.", "endpoint", "status"
         )
-        self.duration = make.histogram(
+        self.duration = histogram(
             "loomserve_request_duration_seconds",
             "From a request's arrival to the last byte of its answer.",
             _REQUEST_BUCKETS,
         )
-        self.time_to_first_token = make.histogram(
+        self.time_to_first_token = histogram(
             "loomserve_time_to_first_token_seconds",
             "From a streaming request's way to its engine to the first piece that an engine gave.",
             _FIRST_TOKEN_BUCKETS,
         )
-        self.time_per_output_token = make.histogram(
+        self.time_per_output_token = histogram(
             "loomserve_time_per_output_token_seconds",
             "Mean time between the chunks of one streamed answer.",
             _OUTPUT_TOKEN_BUCKETS,
         )
-        self.in_flight = make.gauge(
+        self.in_flight = gauge(
             "loomserve_requests_in_flight",
             "Requests that the gateway has open on a replica.",
             "replica",
         )
-        self.queue = make.gauge(
+        self.queue = gauge(
             "loomserve_gateway_queue", "Requests that wait in the gateway for a replica."
         )
-        self.client_disconnects = make.counter(
+        self.client_disconnects = counter(
             "loomserve_client_disconnects", "Clients that left before their answer was complete."
         )
-        self._add_deadlines_and_lengths(make)
-
-    def _add_deadlines_and_lengths(self, make: _PerModel) -> None:
-        self.slo_deadline = make.histogram(
+        self.slo_deadline = histogram(
             "loomserve_slo_deadline_seconds",
             "Deadlines (x-slo-ms) of the requests that were accepted with one.",
             _DEADLINE_BUCKETS,
         )
-        self.slo_met = make.counter(
+        self.slo_met = counter(
             "loomserve_slo_met", "Requests with a deadline, by whether it was met.", "met"
         )
-        self.refused_late = make.counter(
+        self.refused_late = counter(
             "loomserve_refused_late",
             "Requests refused because they were predicted to miss their deadline.",
         )
-        self.length_predictions = make.counter(
+        self.length_predictions = counter(
             "loomserve_length_predictions",
             "Lengths of answers that were asked for, by what came of it.",
             "outcome",
         )
-        self.length_observed = make.counter(
-            "loomserve_length_observed",
-            "Predicted answers that ended by themselves.",
+        self.length_observed = counter(
+            "loomserve_length_observed", "Predicted answers that ended by themselves."
         )
-        self.length_error = make.counter(
+        self.length_error = counter(
             "loomserve_length_error_tokens",
             "Sum over those of the predicted length's absolute error.",
         )

@@ -1,7 +1,4 @@
-"""Queries of death: requests of which engines end, remembered so that they are not carried on.
-
-Every engine that is asked such a request ends too, and with it all that it was computing.
-"""
+"""Queries of death: requests that end each engine that gets them, remembered to be refused."""
 
 from __future__ import annotations
 
@@ -9,10 +6,10 @@ from collections.abc import Callable
 
 
 class QueriesOfDeath:
-    """Memory of the replicas whose engines ended while they had a request.
+    """Replicas whose engines ended while they had a request, known by a digest of its bytes.
 
-    A request is known by a digest of its bytes. Each is remembered for ``remember_s`` seconds after
-    the last engine that it ended, and at most ``most`` of them, the latest.
+    Each request is remembered for ``remember_s`` seconds after the last engine that it ended; the
+    latest ``most`` are kept.
     """
 
     def __init__(
@@ -24,11 +21,9 @@ class QueriesOfDeath:
         self._ended: dict[bytes, tuple[float, frozenset[str]]] = {}
 
     def __bool__(self) -> bool:
-        """Whether any request may be remembered."""
         return bool(self._ended)
 
     def ended(self, digest: bytes, replica_id: str) -> None:
-        """Note that a replica's engine ended while it had the request."""
         replicas = self.replicas(digest) | {replica_id}
         self._ended.pop(digest, None)
         self._ended[digest] = self._clock() + self._remember_s, replicas

@@ -1,4 +1,4 @@
-"""How a command is told to end, what it waits for meanwhile, and how it says why it ends."""
+"""How a command ends: by signals, while it waits, and with a message that says why."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EndSignals:
 
 
 def telling(tell: Callable[[float], None]) -> Callable[[], None]:
-    """What has ``tell`` told, every some seconds that it is called in, how many have passed."""
+    """A function to call often, which now and then gives ``tell`` the seconds that have passed."""
     began = told = time.monotonic()
 
     def look() -> None:
@@ -67,10 +67,8 @@ def finished(
     """What ``work`` returns, which a thread of its own does: the calling one may be the main one,
     which handles signals, and of which none waits for a call of another library's to return.
 
-    Args:
-        work: goes on in the background if nobody waits for it any more.
-        unless: what it says ends the wait, or has the work not begin.
-        tell: is told every some seconds how many have passed.
+    ``unless`` is asked, and ``tell`` told the seconds, meanwhile. Work that is no longer waited for
+    goes on.
 
     Raises:
         Interrupted: ``unless`` has said something.
@@ -108,7 +106,6 @@ def show_tracebacks() -> None:
 
 
 def report(error: BaseException) -> None:
-    """Say it in one paragraph."""
     if _shown:
         traceback.print_exception(error)
     print(f"loomserve: {in_a_paragraph(error)}", file=sys.stderr, flush=True)

@@ -9,16 +9,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class EngineNetwork:
-    """The same two sockets for front ends on other nodes, and what they need to be let in.
+    """The sockets of an :class:`EngineAddress` for other nodes, and what lets their front ends in.
 
-    Keys are CURVE's, in Z85. Whoever has them may have the engine compute.
-
-    Attributes:
-        input: takes requests.
-        output: sends their outputs, and answers ``HELLO``.
-        server_key: the engine's, by which a front end knows it.
-        client_key: front ends', by which the engine knows them.
-        client_secret: the private one of the same.
+    Keys are CURVE's, in Z85: of the engine, by which front ends know it, and of front ends, by
+    which it knows them. Whoever has them may have the engine compute.
     """
 
     input: str
@@ -32,10 +26,8 @@ class EngineNetwork:
 class EngineAddress:
     """The two sockets of an engine's process, as ZMQ writes addresses.
 
-    Attributes:
-        input: takes requests.
-        output: sends their outputs, and answers ``HELLO``.
-        network: where other nodes reach them; None: nowhere.
+    ``input`` takes requests; ``output`` sends their outputs, and answers ``HELLO``. ``network`` is
+    where other nodes reach them; None: nowhere.
     """
 
     input: str

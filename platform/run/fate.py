@@ -15,8 +15,8 @@ _SET_PARENT_DEATH_SIGNAL = 1
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent's thread that started it ends.
 
-    It is meant for processes that ``multiprocessing`` started and whose starter keeps the thread:
-    a replica's event loop, and EngineCore's main thread. Outside of a run it does nothing.
+    For processes that ``multiprocessing`` started, by a thread that lives as long as their starter:
+    a replica's event loop, EngineCore's main thread. Outside of a run it does nothing.
     """
     parent = multiprocessing.parent_process()
     if parent is None or RUN_VARIABLE not in os.environ:

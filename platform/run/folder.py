@@ -10,7 +10,7 @@
         memory      shared memory that they have mapped
 
 The command holds a lock on the folder while it lives, and every process of the run has the
-folder's path in its environment. So what an ended run left behind can be told from what runs.
+folder's path in its environment. So what an ended run left can be distinguished from what runs.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.ray = path / "ray"
+        self.sockets = path / "sockets"
+        self.temporary = path / "tmp"
+        self.token = path / "token"
+        self.memory = path / "memory"
         self._lock: int | None = None
 
     @classmethod
     def create(cls, token: str | None = None) -> RunFolder:
         """A new folder, owned by this process.
 
-        Args:
-            token: what Ray's processes ask each other for, on all nodes of a cluster; None: this
-                run is all there is, and has a token of its own.
-
-        Raises:
-            StartError: it cannot be made, or is not the user's own.
+        ``token`` is what Ray's processes ask each other for on all nodes of a cluster; a run that
+        is alone makes its own. ``StartError``: the folder cannot be made, or is not the user's own.
         """
         parent = runs_folder()
         with _locked(parent):
@@ -68,26 +69,6 @@ class RunFolder:
         with os.fdopen(descriptor, "w") as file:
             file.write(token or secrets.token_hex(32))
         return run
-
-    @property
-    def ray(self) -> Path:
-        return self.path / "ray"
-
-    @property
-    def sockets(self) -> Path:
-        return self.path / "sockets"
-
-    @property
-    def temporary(self) -> Path:
-        return self.path / "tmp"
-
-    @property
-    def token(self) -> Path:
-        return self.path / "token"
-
-    @property
-    def memory(self) -> Path:
-        return self.path / "memory"
 
     def environment(self) -> dict[str, str]:
         """What the processes of the run have in their environment."""
@@ -136,11 +117,7 @@ def own_run() -> RunFolder:
 
 
 def runs_folder() -> Path:
-    """Folder of this user's runs.
-
-    Raises:
-        StartError: it cannot be made, or others can get into it.
-    """
+    """Folder of this user's runs; ``StartError`` if others can get into it."""
     folder = Path(tempfile.gettempdir(), f"loomserve-{os.geteuid()}")
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -154,11 +131,7 @@ def runs_folder() -> Path:
 
 @contextmanager
 def ended_runs() -> Iterator[list[RunFolder]]:
-    """The folders of runs whose commands have ended, the oldest first; owned meanwhile.
-
-    Raises:
-        StartError: others can get into the folder of all runs.
-    """
+    """Folders of runs whose commands have ended, the oldest first; owned meanwhile."""
     parent = runs_folder()
     with _locked(parent):
         found = [RunFolder(path) for path in sorted(parent.glob("run-*"), key=_changed)]

@@ -1,8 +1,15 @@
-"""What runs leave that end by themselves or are killed: processes, shared memory, folders."""
+"""What runs leave that end by themselves or are killed: processes, shared memory, folders.
+
+Ray ends most of its processes with the command, but some linger, and none gives shared memory back.
+So a run has a guard: a process that ends the run once its command is gone, however that ended.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -22,11 +29,8 @@ def processes_of(run: RunFolder) -> list[psutil.Process]:
 def remove_leftovers(keep: Collection[Path] = ()) -> None:
     """End and remove what ended runs of this user left; of the last one, the logs stay.
 
-    Args:
-        keep: shared memory that the next run goes on with.
-
-    Raises:
-        StartError: others can get into the folder of all runs.
+    The next run goes on with the shared memory in ``keep``. ``StartError``: others can get into the
+    folder of all runs.
     """
     with ended_runs() as ended:
         for run in ended:
@@ -40,9 +44,8 @@ def end_run(
 ) -> None:
     """Kill the processes of a run, and remove its shared memory, and its folder but for logs.
 
-    Args:
-        keep: shared memory that stays.
-        children: the command's, of which those that began before the run are not known by it.
+    Shared memory in ``keep`` stays. ``children`` are the command's, of which those that began
+    before the run are not known by it.
     """
     memory = RunMemory(run.memory)
     left = {*processes_of(run), *children}
@@ -72,3 +75,32 @@ def _processes_of(path: str) -> Iterator[psutil.Process]:
                 yield process
         except psutil.Error:  # another user's, or it has just ended
             continue
+
+
+def start_guard(run: RunFolder, keep: Collection[Path]) -> subprocess.Popen[bytes]:
+    """A guard for the run of this process, which it is no part of: so it goes on if who ends the
+    run is killed meanwhile. Shared memory in ``keep`` outlives the run.
+    """
+    command = [sys.executable, "-m", __name__, str(run.path), *map(str, keep)]
+    # In a session of its own, what kills the command's whole process group spares it.
+    own = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=own)
+
+
+def end_guard(guard: subprocess.Popen[bytes]) -> None:
+    """End a guard whose run has been ended."""
+    guard.kill()
+    guard.wait()
+    if guard.stdin is not None:
+        guard.stdin.close()
+
+
+def main() -> None:
+    # Nothing is ever written: the pipe closes when the command has ended.
+    sys.stdin.buffer.read()
+    path, *keep = map(Path, sys.argv[1:])
+    end_run(RunFolder(path), keep)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,13 +15,8 @@ def check_listening(
 ) -> None:
     """Check that nothing but the server listens beyond loopback, or the cluster's network.
 
-    Args:
-        processes: those of the platform on this machine.
-        server_ports: the server's.
-        node: this machine's address in the cluster's network; None: there is no cluster.
-
-    Raises:
-        StartError: something does; says which process and port.
+    ``processes`` are the platform's on this machine, and ``node`` its address in the cluster's
+    network. ``StartError`` says which process and port do.
     """
     found = "; ".join(_elsewhere(processes, server_ports, node))
     if found:

@@ -1,7 +1,6 @@
-"""Lets processes of other nodes reach a socket of this one, over TCP.
+"""Lets processes of other nodes reach a Unix socket of this one, over TCP.
 
-What listens on a Unix socket stays as it is: the gate passes bytes to it, of those who show that
-they belong to the platform.
+The gate passes bytes to the socket, of those who show that they belong to the platform.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import contextlib
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.run.lost_peers import notice_loss
 from loomserve.platform.run.node_identity import server_context
-from loomserve.platform.run.sockets import node_of, path_of, with_port
+from loomserve.platform.run.sockets import node_of, path_of
 
 _HANDSHAKE_TIMEOUT_S = 5.0
 _PIECE = 2**16
@@ -44,7 +43,7 @@ class NodeGate:
                 ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S,
                 ssl_shutdown_timeout=_HANDSHAKE_TIMEOUT_S,
             )
-            gate.address = with_port(address, gate._server.sockets[0].getsockname()[1])
+            gate.address = f"{address}:{gate._server.sockets[0].getsockname()[1]}"
         return gate
 
     async def close(self) -> None:

@@ -1,8 +1,8 @@
 """How processes of one platform know each other over a network: by a certificate of its own.
 
-It is made of the internal token, so that whoever has the token, and nobody else, shows it and
-trusts it. All make the very same one: key, times and number are fixed, and Ed25519 adds nothing by
-chance. The token itself never leaves a process.
+It is made of the internal token, so who has the token, and nobody else, shows it and trusts it. All
+make the very same one: key, times and number are fixed, and Ed25519 adds nothing by chance. The
+token itself never leaves a process.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _FROM, _UNTIL = datetime(2000, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, tzinfo=
 
 @lru_cache(maxsize=4)
 def server_context(token: str) -> ssl.SSLContext:
-    """For whoever accepts connections of the platform's processes, and of nobody else."""
+    """For servers: accepts connections of the platform's processes alone."""
     return _context(ssl.PROTOCOL_TLS_SERVER, token)
 
 
 @lru_cache(maxsize=4)
 def client_context(token: str) -> ssl.SSLContext:
-    """For whoever connects to the platform's processes, and to nobody else."""
+    """For clients: connects to the platform's processes alone."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, token)
 
 

@@ -93,7 +93,7 @@ def node_environment(run: RunFolder) -> dict[str, str]:
 
 
 def kept_node_environment() -> dict[str, str]:
-    """What the processes of a node that is kept have beside its run, whoever starts them."""
+    """Environment of a kept node's processes beside that of its run."""
     return _RAY_ENVIRONMENT | _NODE_ENVIRONMENT
 
 

@@ -20,11 +20,10 @@ _QUEUE = "psm_"
 class RunMemory:
     """The platform's files in shared memory that processes of a run have mapped.
 
-    A file of the run keeps their names, as a queue's own name does not tell whose it is.
+    A file of the run keeps their names, as a queue's own name does not say whose it is.
     """
 
     def __init__(self, file: Path, folder: Path = SHARED_MEMORY) -> None:
-        """``folder`` is where shared memory lies."""
         self._file = file
         self._folder = folder
         self._noted = set(file.read_text().splitlines()) if file.exists() else set[str]()
@@ -73,8 +72,7 @@ class RunMemory:
 def mapped(pid: int, folder: Path) -> Iterator[str]:
     """Names of files in shared memory that a process maps; none if it is another user's.
 
-    Raises:
-        OSError: it cannot be looked at now.
+    ``OSError``: it cannot be looked at now.
     """
     unseen = FileNotFoundError, ProcessLookupError, PermissionError
     with contextlib.suppress(*unseen), Path(f"/proc/{pid}/maps").open() as lines:

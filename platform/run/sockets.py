@@ -31,12 +31,7 @@ if TYPE_CHECKING:
 
 
 def listen_locally(name: str, node: str) -> tuple[socket.socket, str]:
-    """A bound socket, and its address.
-
-    Args:
-        name: What listens; several may have the same.
-        node: Address of this node.
-    """
+    """A bound socket, and its address. Several may have the same ``name``."""
     unique = f"{name}-{secrets.token_hex(4)}"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.bind(str(_path(unique)))
@@ -44,7 +39,7 @@ def listen_locally(name: str, node: str) -> tuple[socket.socket, str]:
 
 
 def listen_in_place(name: str, node: str) -> tuple[socket.socket, str]:
-    """The same, in the place of one of that very name that was left by a process that ended."""
+    """The same, in the place of one of that very name that a process left which ended."""
     path = _path(name)
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -62,16 +57,11 @@ def path_of(address: str) -> Path:
     return _path(address.partition(".")[0])
 
 
-def with_port(address: str, port: int) -> str:
-    """The address of a socket that other nodes reach at a port."""
-    return f"{address}:{port}"
-
-
 class PlatformConnector(aiohttp.BaseConnector):
     """Connector that reaches sockets of the platform's processes, and nothing else.
 
-    Those of this node are reached as Unix sockets. On other nodes, whoever has not got the internal
-    token cannot be connected to: so the token goes to nobody else, whatever address is reported.
+    Those of this node are reached as Unix sockets, and those of others with an internal token only:
+    who has not got it cannot be connected to, whatever address is reported.
     """
 
     def __init__(
@@ -81,7 +71,6 @@ class PlatformConnector(aiohttp.BaseConnector):
         force_close: bool = False,
         keepalive_timeout: float | None = 60,
     ) -> None:
-        """``internal_token``: None, only this node is reached."""
         super().__init__(
             limit=0,
             force_close=force_close,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from loomserve.platform.scheduling.policy.leaving import StayingRequest
+from loomserve.platform.scheduling.policy.preemption import StayingRequest
 from loomserve.platform.scheduling.simulator import Simulator
 
 
 class LiveSimulator(Simulator):
-    """Requests are added when they come; whoever ends a step takes from ``times`` what ended."""
+    """Requests are added when they come; the caller takes ended ones from ``times``."""
 
     def remove(self, name: str) -> None:
         """Forget a request whose client has gone, between two steps."""

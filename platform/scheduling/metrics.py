@@ -5,12 +5,39 @@ The gateway adds the labels ``model``, ``replica`` and ``device``.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+
+SCHEDULING = "scheduling"
+"""Key of these numbers in the statistics of an engine's KV connector."""
+# Metric, its labels, and its documentation; totals since the engine's start.
+TOTALS: Mapping[str, tuple[str, dict[str, str], str]] = {
+    "swapped_out": ("preemptions", {"mode": "swap"}, "Requests that had to leave KV memory."),
+    "recomputed": ("preemptions", {"mode": "recompute"}, ""),
+    "swapped_in": ("swap_ins", {}, "Preempted requests that came back from swap space."),
+    "lost_tokens": ("swap_lost_tokens", {}, "Swapped tokens that had to be computed again."),
+    "step_s": ("step_seconds", {}, "Time of the engine's steps whose cost was predicted."),
+    "step_predicted_s": ("step_predicted_seconds", {}, "The same time as predicted."),
+    "out_s": ("swap_seconds", {"direction": "out"}, "Time of copies between engine and store."),
+    "in_s": ("swap_seconds", {"direction": "in"}, ""),
+    "out_predicted_s": (
+        "swap_predicted_seconds",
+        {"direction": "out"},
+        "The same time as predicted.",
+    ),
+    "in_predicted_s": ("swap_predicted_seconds", {"direction": "in"}, ""),
+    "decision_s": ("scheduling_seconds", {}, "Time that queue orders and preemption modes took."),
+}
+GAUGES = {
+    "swap_used_bytes": "Bytes of swap space that preempted requests occupy.",
+    "swap_capacity_bytes": "Bytes of swap space that they may occupy.",
+}
 
 
 class ScheduledRequestMetrics:
-    """Those of one engine, in a registry of their own."""
-
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         self._weighted_turnaround = Histogram(
@@ -32,11 +59,40 @@ class ScheduledRequestMetrics:
         )
 
     def finished(self, weighted_turnaround: float, preemptions: int) -> None:
-        """Take in a request that has its whole answer."""
         self._weighted_turnaround.observe(weighted_turnaround)
         self._preemptions.observe(preemptions)
 
     def page(self, oldest_waiting_s: float) -> str:
-        """All of them as Prometheus reads them."""
+        """All of them in Prometheus's text format."""
         self._oldest_waiting.set(oldest_waiting_s)
         return generate_latest(self._registry).decode()
+
+
+class PreemptionMetrics:
+    """Metrics of preemptions, with their predicted and measured costs, as totals since the start.
+
+    Other than the above they come from the EngineCore, with the statistics of its KV connector.
+    """
+
+    def __init__(
+        self, counter: Callable[..., Any], gauge: Callable[..., Any], labels: Sequence[str]
+    ) -> None:
+        self._counters = {
+            metric: counter(f"loomserve_{metric}", documentation, [*labels, *own])
+            for metric, own, documentation in TOTALS.values()
+            if documentation
+        }
+        self._gauges = {
+            name: gauge(f"loomserve_{name}", documentation, labels)
+            for name, documentation in GAUGES.items()
+        }
+        self._seen: Counter[tuple[str, ...]] = Counter()
+
+    def observe(self, numbers: Mapping[str, Any], labels: tuple[str, ...]) -> None:
+        """Take over the latest totals of the engine with these label values."""
+        for name, (metric, own, _) in TOTALS.items():
+            grown = numbers.get(name, 0) - self._seen[*labels, name]
+            self._counters[metric].labels(*labels, *own.values()).inc(grown)
+            self._seen[*labels, name] += grown
+        for name, gauge in self._gauges.items():
+            gauge.labels(*labels).set(numbers.get(name, 0))

@@ -28,7 +28,6 @@ class SchedulerOptions(BaseModel):
 
 
 def scheduler_options(model: Model, store: KvStore | None) -> SchedulerOptions:
-    """Options of an engine of this model that is connected to this ``store``."""
     given = model.scheduling
     return SchedulerOptions(
         preemption=given.preemption or ("adaptive" if store else "recompute"),

@@ -22,7 +22,7 @@ from loomserve.platform.scheduling.policy.admission import (
     never_computed_twice,
     start,
 )
-from loomserve.platform.scheduling.policy.expected import Expected
+from loomserve.platform.scheduling.policy.hints import Expected
 from loomserve.platform.scheduling.policy.peak import Growing, PastAnswers, fitting
 from loomserve.platform.scheduling.policy.preemption import PREEMPTIONS, PreemptionMode, Victim
 from loomserve.platform.scheduling.policy.queue import QUEUES, Priority, QueuedRequest
@@ -38,7 +38,6 @@ class SimulatedRequest:
         deadline_s: Deadline by the clock of ``arrived_s``.
         expected: Prediction of ``output_tokens``; without it policies know ``max_tokens`` alone.
         cached_tokens: Tokens of the prompt that are not computed when it first starts.
-        background: It runs only beside others, and makes way for them.
     """
 
     name: str
@@ -205,11 +204,7 @@ class Simulator:
     """Engine that computes nothing; :meth:`schedule` and :meth:`end` make a step."""
 
     def __init__(
-        self,
-        requests: Iterable[SimulatedRequest],
-        limits: Limits,
-        policies: Policies,
-        costs: Costs,
+        self, requests: Iterable[SimulatedRequest], limits: Limits, policies: Policies, costs: Costs
     ) -> None:
         """Raises ``ValueError`` for a request that the engine's memory cannot hold."""
         self._limits = limits
@@ -411,11 +406,7 @@ class Simulator:
         self._waiting.appendleft(one)
 
     def _start(
-        self,
-        step: ScheduledStep,
-        running: list[_Progress],
-        starting: list[_Progress],
-        left: int,
+        self, step: ScheduledStep, running: list[_Progress], starting: list[_Progress], left: int
     ) -> None:
         """Schedule waiting requests with the tokens that are left of the step."""
         for one in starting:

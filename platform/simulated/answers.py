@@ -24,13 +24,11 @@ class Answer(NamedTuple):
 
 
 def answer_to(request: WireRequest, *, seed: int, mean_tokens: int, longest: int) -> Answer:
-    """The answer to a request, the same on each engine that has this seed.
+    """The answer to a request, the same on each engine that has this ``seed``.
 
-    Args:
-        request: with greedy sampling or a seed of its own, its id does not matter.
-        seed: the engine's.
-        mean_tokens: of answers that end by themselves, whose lengths are from 1 to twice as many.
-        longest: tokens that the answer may have at most.
+    With greedy sampling or a seed of the request's own, its id does not matter. Answers that end by
+    themselves have ``mean_tokens``, their lengths being from 1 to twice as many; no answer has more
+    than ``longest`` tokens.
     """
     params = request.sampling_params or {}
     drawn = random.Random(_digest(request, params, seed))

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from queue import Empty, Queue
 from typing import Any
@@ -25,10 +25,9 @@ from loomserve.platform.engine.core.front_ends import NOBODY, FrontEnds
 from loomserve.platform.engine.core.messages import EngineFacts, EngineStart
 from loomserve.platform.engine.core.metering import CoreMeter
 from loomserve.platform.engine.core.network_sockets import NetworkSockets
-from loomserve.platform.engine.core.output_sender import FrontEndLimits, OutputSender, router
-from loomserve.platform.engine.core.waking_queue import WakingQueue
+from loomserve.platform.engine.core.output_sender import OutputSender, WakingQueue, bound_router
 from loomserve.platform.models.simulated import KV_HEADS, LAYERS
-from loomserve.platform.scheduling.policy.leaving import leaving
+from loomserve.platform.scheduling.policy.preemption import leaving
 from loomserve.platform.simulated import wire
 from loomserve.platform.simulated.engine import SimulatedEngine
 from loomserve.platform.simulated.faults import Faults
@@ -42,34 +41,32 @@ _STALLED_S = 0.01
 
 
 class SimulatedCore:
-    """What a replica controls and an :class:`OutputSender` asks, around a simulated engine."""
+    """A simulated engine as its replica and its :class:`OutputSender` see it."""
 
     def __init__(
         self,
         start: EngineStart,
         engine: Callable[[EngineOptions], SimulatedEngine] = SimulatedEngine,
     ) -> None:
-        """
-        Raises:
-            ValueError: there can be no such engine.
-        """
+        """Raises ``ValueError`` if there can be no such engine."""
         self._options = options = EngineOptions.of(start.options)
-        time.sleep(options.start_s)
+        given = options.simulated
+        time.sleep(given.start_s)
         self.meter, self.loads = CoreMeter(), LoadBook()
         self._engine = engine(options)
-        self._limits = FrontEndLimits(start.silence_s, start.queued)
         self._front_ends = FrontEnds(start.silence_s)
         self._departures = Departures()
-        self._network = NetworkSockets(start.host) if start.host is not None else None
+        self._network = NetworkSockets(start.host)
         self._inputs: Queue[Callable[[], None]] = Queue()
         self._outputs: WakingQueue[Any] = WakingQueue()
         self._steps, self._computed_s = 0, 0.0
-        self.faults = Faults(options.faults, f"{options.seed} {start.device}", self.between_steps)
+        self.faults = Faults(given.faults, f"{given.seed} {start.device}", self.between_steps)
         self.adapters: dict[int, Mapping[str, Any]] = {}
         self._ended = False
         self._bound = threading.Barrier(3)
         sender = OutputSender(self._outputs, self._front_ends, self)
-        send = partial(sender.run, start.address.output, self._limits.queued, self._is_bound)
+        also = partial(self._is_bound, "output")
+        send = partial(sender.run, start.address.output, start.queued, also)
         self._sending = self._thread("outputs", send)
         self._thread("inputs", partial(self._receive, start.address.input))
         self._bound.wait()
@@ -89,7 +86,6 @@ class SimulatedCore:
     # The loop
 
     def run(self) -> None:
-        """Step until the replica stops it; front ends are told."""
         self.faults.begin()
         due = time.monotonic()
         while not self._ended:
@@ -132,30 +128,27 @@ class SimulatedCore:
 
     # Front ends
 
-    def _is_bound(self, context: zmq.Context[Any], socket: zmq.Socket[bytes]) -> Any:
-        return self._also("output", context, socket)
-
-    def _also(self, name: str, context: zmq.Context[Any], socket: zmq.Socket[bytes]) -> Any:
-        if self._network is None:
-            self._bound.wait()
-            return nullcontext()
-        bound = self._network.bound(name, context, socket)
+    def _is_bound(
+        self, name: str, context: zmq.Context[Any], socket: zmq.Socket[bytes]
+    ) -> AbstractContextManager[None]:
         self._bound.wait()
-        return bound
+        return self._network.bound(name, context, socket)
 
     def _receive(self, address: str) -> None:
-        with zmq.Context() as context, router(context) as socket:
-            socket.bind(address)
-            with self._also("input", context, socket):
-                while True:
-                    identity, kind, *data = socket.recv_multipart()
-                    index = self._front_ends.index_of(identity)
-                    if index is None:
-                        continue
-                    try:
-                        self._take(index, kind, data)
-                    except Exception:
-                        _logger.exception("a front end sent what cannot be read")
+        with (
+            zmq.Context() as context,
+            bound_router(context, address) as socket,
+            self._is_bound("input", context, socket),
+        ):
+            while True:
+                identity, kind, *data = socket.recv_multipart()
+                index = self._front_ends.index_of(identity)
+                if index is None:
+                    continue
+                try:
+                    self._take(index, kind, data)
+                except Exception:
+                    _logger.exception("a front end sent what cannot be read")
 
     def _take(self, index: int, kind: bytes, data: Sequence[Any]) -> None:
         if kind == wire.ADD:
@@ -190,9 +183,8 @@ class SimulatedCore:
         self.meter.left(request_ids)
         self._departures.left(request_ids)
         # There may be no further step to tell who is left.
-        self._put_out(
-            {NOBODY: wire.Outputs(scheduler_stats=self._engine.stats())}, time.monotonic()
-        )
+        stats = wire.Outputs(scheduler_stats=self._engine.stats())
+        self._put_out({NOBODY: stats}, time.monotonic())
 
     def _answer(self, index: int, call_id: int, method: str, args: Sequence[Any]) -> None:
         try:
@@ -237,13 +229,10 @@ class SimulatedCore:
         self._inputs.put(work)
 
     def stop(self) -> None:
-        def leave() -> None:
-            self._ended = True
-
-        self.between_steps(leave)
+        self.between_steps(partial(setattr, self, "_ended", True))
 
     def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> Any:
-        """Of its workers it has none: what they take of a GPU is nothing."""
+        """It has no workers, which take nothing of a GPU."""
         if method == "taken_bytes":
             return [0]
         return [called(self, method, args)]
@@ -253,14 +242,14 @@ class SimulatedCore:
         return EngineFacts(
             pid=os.getpid(),
             max_model_len=options.max_model_len,
-            max_running=options.max_num_seqs,
-            blocks=options.blocks,
-            block_tokens=options.block_tokens,
+            max_running=options.limits.running,
+            blocks=options.limits.blocks,
+            block_tokens=options.limits.block_tokens,
             layers=LAYERS,
             kv_heads=KV_HEADS,
             item_bytes=options.item_bytes,
             dropped_bytes=0,
-            network=self._network.address if self._network is not None else None,
+            network=self._network.address,
         )
 
     def move_requests(self, to: str, most: int) -> int:
@@ -276,7 +265,7 @@ class SimulatedCore:
         return self._departures.read(self._engine.requests)
 
     def set_adapters(self, wanted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """It has whatever adapters it is to have: answers differ by their names alone."""
+        """It has whatever adapters are wanted: answers differ by their names alone."""
         self.adapters = {each["id"]: each for each in wanted}
         return {"problems": {}, "left": 0}
 
@@ -319,11 +308,12 @@ def called(core: SimulatedCore, method: str, args: Sequence[Any]) -> Any:
 
 def ready_message(options: EngineOptions) -> dict[str, Any]:
     """vLLM's ``EngineCoreReadyResponse``."""
-    kv_tokens = options.blocks * options.block_tokens
+    limits = options.limits
+    kv_tokens = limits.blocks * limits.block_tokens
     return {
         "max_model_len": options.max_model_len,
-        "num_gpu_blocks": options.blocks,
-        "block_size": options.block_tokens,
+        "num_gpu_blocks": limits.blocks,
+        "block_size": limits.block_tokens,
         "dp_stats_address": None,
         "dtype": "float32" if options.item_bytes > 2 else "bfloat16",
         "vllm_version": "simulated",
@@ -333,8 +323,8 @@ def ready_message(options: EngineOptions) -> dict[str, Any]:
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "data_parallel_rank": 0,
-        "max_num_seqs": options.max_num_seqs,
-        "max_num_batched_tokens": options.step_tokens,
+        "max_num_seqs": limits.running,
+        "max_num_batched_tokens": limits.step_tokens,
         "instance_id": "",
         "supports_lora": True,
         "max_loras": 0,

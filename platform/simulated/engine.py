@@ -1,38 +1,29 @@
 """A simulated engine: requests in, steps that take time, outputs out. It reads no clock.
 
-Which requests a step has and who is preempted, the schedule's simulator decides, by the policies of
-real engines; how long the step takes, the cost model says.
+The schedule's simulator decides which requests a step has and who is preempted, by the policies of
+real engines; the cost model says how long the step takes.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from loomserve.kvstore.server.protocol import HANDED_OVER
 from loomserve.platform.costs.step_time import OnlineModel, Step
 from loomserve.platform.costs.transfer_time import TransferTimes
-from loomserve.platform.engine.resumption.tokens import RESUMED
+from loomserve.platform.engine.resumption.travelling import RESUMED
 from loomserve.platform.engine.scheduling.device_time import DeviceTime
 from loomserve.platform.scheduling.live_simulator import LiveSimulator
-from loomserve.platform.scheduling.policy.background import is_background
-from loomserve.platform.scheduling.policy.deadline import deadline_of
-from loomserve.platform.scheduling.policy.expected import expected_of
-from loomserve.platform.scheduling.policy.leaving import StayingRequest
-from loomserve.platform.scheduling.policy.preemption import PreemptionMode
-from loomserve.platform.scheduling.preemption_metrics import SCHEDULING
-from loomserve.platform.scheduling.simulator import (
-    Costs,
-    Limits,
-    Policies,
-    ScheduledStep,
-    SimulatedRequest,
-)
+from loomserve.platform.scheduling.metrics import SCHEDULING
+from loomserve.platform.scheduling.policy.hints import RequestHints
+from loomserve.platform.scheduling.policy.preemption import PreemptionMode, StayingRequest
+from loomserve.platform.scheduling.simulator import Costs, Policies, ScheduledStep, SimulatedRequest
 from loomserve.platform.simulated.answers import Answer, answer_to
 from loomserve.platform.simulated.options import EngineOptions
-from loomserve.platform.simulated.prefix_cache import PrefixCache
 from loomserve.platform.simulated.wire import (
     MAX_TOKENS,
     EventType,
@@ -51,10 +42,44 @@ _LOGPROB, _LESS_LIKELY = -0.1, -1.0
 _MOST_LOGPROBS = 20
 
 
+class PrefixCache:
+    """Beginnings of prompts that the engine has computed, as keys of blocks.
+
+    It keeps as many as the engine's memory has blocks, and forgets the least recently used first.
+    Blocks that requests hold are not taken from it: what it finds is the most that an engine would.
+    """
+
+    def __init__(self, blocks: int, block_tokens: int) -> None:
+        self._blocks, self._block_tokens = blocks, block_tokens
+        self._known: OrderedDict[int, None] = OrderedDict()
+
+    def keys(self, tokens: Sequence[int], own: object) -> list[int]:
+        """Keys of a prompt's whole blocks; prompts that differ in ``own`` have none in common."""
+        key, keys, size = hash(own), [], self._block_tokens
+        for begin in range(0, len(tokens) - len(tokens) % size, size):
+            key = hash((key, *tokens[begin : begin + size]))
+            keys.append(key)
+        return keys
+
+    def cached(self, keys: Sequence[int]) -> int:
+        """Tokens of these blocks that need not be computed, from the first on."""
+        found = list(takewhile(self._known.__contains__, keys))
+        self.add(found)
+        return len(found) * self._block_tokens
+
+    def add(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self._known[key] = None
+            self._known.move_to_end(key)
+        while len(self._known) > self._blocks:
+            self._known.popitem(last=False)
+
+    def clear(self) -> None:
+        self._known.clear()
+
+
 @dataclass(slots=True)
 class HeldRequest:
-    """A request that the engine has."""
-
     request: WireRequest
     front_end: int
     answer: Answer
@@ -87,48 +112,50 @@ class SimulatedEngine:
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
+        limits, given, policies = options.limits, options.simulated, options.scheduling
         self.requests: dict[str, HeldRequest] = {}
         self._device_time = DeviceTime()
-        self._prefixes = PrefixCache(
-            options.blocks if options.prefix_caching else 0, options.block_tokens
-        )
+        kept = limits.blocks if options.prefix_caching else 0
+        self._prefixes = PrefixCache(kept, limits.block_tokens)
         self._looked_up = PrefixCacheStats()
         self._preemptions: Counter[str] = Counter()
-        times, self._swap_times = OnlineModel.known(options.step_shares), TransferTimes.unprofiled()
+        self._swap_times = TransferTimes.unprofiled()
+        in_ms = (
+            given.step_ms,
+            given.token_ms,
+            given.request_ms,
+            given.context_token_ms,
+            given.attention_pair_ms,
+        )
+        times = OnlineModel.known([each / 1000 for each in in_ms])
         self._step: ScheduledStep
         self._took_s = 0.0
         self._costs = Costs(
             swap_s=self._swap_s,
-            recompute_s=lambda tokens: times.prefill_s(tokens, options.step_tokens),
+            recompute_s=lambda tokens: times.prefill_s(tokens, limits.step_tokens),
             step_s=lambda step: (
                 times.seconds(Step.of((each.computed, each.tokens) for each in step.shares))
-                + self._swap_times.out_s(step.swapped_out_bytes)
-                + self._swap_times.in_s(step.swapped_in_bytes)
+                + self._swap_times.out.seconds(step.swapped_out_bytes)
+                + self._swap_times.into.seconds(step.swapped_in_bytes)
             ),
             token_s=times.seconds(Step(1, 1, 0, 0.0)),
         )
         self._schedule = LiveSimulator(
             (),
-            Limits(
-                blocks=options.blocks,
-                block_tokens=options.block_tokens,
-                block_bytes=options.block_bytes,
-                running=options.max_num_seqs,
-                step_tokens=options.step_tokens,
-                swap_bytes=options.scheduling.swap_bytes,
-            ),
+            limits,
             Policies(
-                options.scheduling.queue,
-                options.scheduling.preemption,
-                options.scheduling.chunked_recompute,
-                options.scheduling.peak_admission,
+                policies.queue,
+                policies.preemption,
+                policies.chunked_recompute,
+                policies.peak_admission,
             ),
             self._costs,
         )
 
     def _swap_s(self, tokens: int) -> float:
-        size = -(-tokens // self._options.block_tokens) * self._options.block_bytes
-        return self._swap_times.out_s(size) + self._swap_times.in_s(size)
+        limits = self._options.limits
+        size = limits.blocks_for(tokens) * limits.block_bytes
+        return self._swap_times.out.seconds(size) + self._swap_times.into.seconds(size)
 
     @property
     def is_idle(self) -> bool:
@@ -141,11 +168,7 @@ class SimulatedEngine:
         return schedule.running, schedule.waiting, schedule.kv_usage
 
     def add(self, request: WireRequest, front_end: int, now: float) -> HeldRequest:
-        """Take in a request.
-
-        Raises:
-            ValueError: it is none that this engine can answer.
-        """
+        """Take in a request; raises ``ValueError`` if the engine cannot answer it."""
         params, prompt = request.sampling_params, request.prompt_token_ids
         if params is None or not prompt or params.get("structured_outputs"):
             raise ValueError("a simulated engine answers prompts of tokens, and follows no grammar")
@@ -154,8 +177,8 @@ class SimulatedEngine:
         options = self._options
         answer = answer_to(
             request,
-            seed=options.seed,
-            mean_tokens=options.answer_tokens,
+            seed=options.simulated.seed,
+            mean_tokens=options.simulated.answer_tokens,
             longest=options.max_model_len - len(prompt),
         )
         left = len(answer.tokens) - resumed
@@ -165,7 +188,8 @@ class SimulatedEngine:
         keys = self._prefixes.keys(prompt, (request.cache_salt, str(request.lora_request)))
         cached = min(self._prefixes.cached(keys), len(prompt) - 1)
         one = HeldRequest(request, front_end, answer, keys, cached, handed_over, resumed, resumed)
-        deadline_s = deadline_of(extra) if options.scheduling.deadlines else None
+        hints = RequestHints.of(extra)
+        deadline_s = hints.deadline_s if options.scheduling.deadlines else None
         self._schedule.add(
             SimulatedRequest(
                 name=request.request_id,
@@ -175,9 +199,9 @@ class SimulatedEngine:
                 max_tokens=max(left, (params.get("max_tokens", MAX_TOKENS) or left) - resumed),
                 # On its way it has the seconds that are left.
                 deadline_s=None if deadline_s is None else now + deadline_s,
-                expected=expected_of(extra),
+                expected=hints.expected,
                 cached_tokens=max(cached, min(handed_over, len(prompt) + resumed - 1)),
-                background=is_background(extra),
+                background=hints.background,
             )
         )
         self._looked_up.requests += 1
@@ -195,14 +219,14 @@ class SimulatedEngine:
                 self._device_time.ended(request_id)
 
     def staying(self) -> Iterator[StayingRequest]:
-        """Those that can go on elsewhere without losing what is just being computed."""
+        """Requests that can go on elsewhere without losing what is just being computed."""
         return self._schedule.staying()
 
     def reset_prefix_cache(self) -> None:
         self._prefixes.clear()
 
     def begin(self, now: float) -> float | None:
-        """Begin a step; the seconds that it takes, or None: nothing can be computed."""
+        """Begin a step; returns its seconds, or None: nothing can be computed."""
         self._step = step = self._schedule.schedule(now)
         for name, mode in step.preempted.items():
             self.requests[name].events.append(WireEvent(EventType.PREEMPTED, now))

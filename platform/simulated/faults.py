@@ -1,4 +1,4 @@
-"""What goes wrong with a simulated engine: when its configuration or a front end says so."""
+"""Faults of a simulated engine, which its configuration or a front end asks for."""
 
 from __future__ import annotations
 
@@ -46,11 +46,9 @@ class Faults:
         seed: str,
         between_steps: Callable[[Callable[[], None]], object],
     ) -> None:
-        """
-        Args:
-            faults: as configured.
-            seed: the configuration's, and what tells this engine from others.
-            between_steps: has the engine's loop do something.
+        """``between_steps`` has the engine's loop do something.
+
+        ``seed`` is the configuration's, and what tells this engine from others.
         """
         self._between_steps = between_steps
         self._factor, self._slow_until = 1.0, 0.0

@@ -53,8 +53,6 @@ class WireRequest(msgspec.Struct, array_like=True, gc=False):
 
 
 class WireEvent(msgspec.Struct):
-    """``EngineCoreEvent``; monotonic seconds."""
-
     type: int
     timestamp: float
 
@@ -132,11 +130,7 @@ _requests = msgspec.msgpack.Decoder(WireRequest)
 
 
 def request_of(frames: Sequence[Any]) -> WireRequest:
-    """The request of a message's frames after the first.
-
-    Raises:
-        msgspec.DecodeError: it is none.
-    """
+    """The request of a message's frames after the first; else raises ``msgspec.DecodeError``."""
     return _requests.decode(frames[0])
 
 

@@ -1,7 +1,6 @@
 """States of the platform's parts, as processes and operators see them: frozen, JSON."""
 
 from loomserve.platform.state.batch import BatchLaneState, BatchState, OfflineModelState
-from loomserve.platform.state.events import ModelEvent, ModelEvents
 from loomserve.platform.state.kvstore import KvModelState, KvNetworkState, KvPeerState, KvState
 from loomserve.platform.state.lending import (
     BorrowingState,
@@ -25,6 +24,8 @@ from loomserve.platform.state.platform import (
     AdapterState,
     AliasState,
     DeviceState,
+    ModelEvent,
+    ModelEvents,
     ModelState,
     ModelStatus,
     NodeState,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from pydantic import Field
 
@@ -67,25 +67,20 @@ def together(states: Mapping[str, KvState]) -> KvState:
     """The stores of several nodes as one, by the nodes' names; the only one is that itself."""
     if states.keys() == {""}:
         return states[""]
-    all_ = states.values()
-    models = [model for state in all_ for model in state.models]
+    models = [model for state in states.values() for model in state.models]
+    by_model = {
+        name: [each for each in models if each.model == name]
+        for name in sorted({each.model for each in models})
+    }
     return KvState(
-        capacity_bytes=sum(state.capacity_bytes for state in all_),
-        used_bytes=sum(state.used_bytes for state in all_),
-        ssd_capacity_bytes=sum(state.ssd_capacity_bytes for state in all_),
-        ssd_used_bytes=sum(state.ssd_used_bytes for state in all_),
-        leases=sum(state.leases for state in all_),
-        writers=sum(state.writers for state in all_),
-        corrupt_blocks=sum(state.corrupt_blocks for state in all_),
+        **_sums(states.values(), KvState.model_fields.keys() - {"models", "network", "nodes"}),
         models=tuple(
-            _summed([each for each in models if each.model == name])
-            for name in sorted({each.model for each in models})
+            KvModelState(model=name, **_sums(of, KvModelState.model_fields.keys() - {"model"}))
+            for name, of in by_model.items()
         ),
         nodes=dict(sorted(states.items())),
     )
 
 
-def _summed(states: list[KvModelState]) -> KvModelState:
-    counted = KvModelState.model_fields.keys() - {"model"}
-    sums = {field: sum(getattr(state, field) for state in states) for field in counted}
-    return KvModelState(model=states[0].model, **sums)
+def _sums(states: Collection[StateModel], fields: Iterable[str]) -> dict[str, int]:
+    return {field: sum(getattr(each, field) for each in states) for field in fields}

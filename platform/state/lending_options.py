@@ -12,12 +12,8 @@ LENDING_CONFIG = "loomserve_lending"
 
 
 class ShardSpec(TypedDict, total=False):
-    """Heads or layers of an engine that a lender computes: one of both keys.
-
-    Attributes:
-        heads: How many KV heads of each layer, the last ones.
-        layers: Decoder layers: the first, and the one behind the last.
-    """
+    """The last KV heads of each layer, or the decoder layers from the first to before the second
+    number, that a lender computes: one of both keys."""
 
     heads: int
     layers: list[int]
@@ -32,27 +28,16 @@ class LendingOptions(BaseModel):
     lenders: int = Field(1, ge=1, description="Most lenders at a time.")
     placement: Literal["adaptive", "ratio", "local"] = "adaptive"
     lent_share: float = Field(0.5, ge=0, le=1, description="Share lent, with placement: ratio.")
-    patience_ms: float = Field(
-        100, gt=0, description="A lender that takes longer for a layer is given up."
-    )
-    move: bool = Field(
-        True,
-        description="True: running requests change their partition, their KV copied, before they "
-        "are preempted.",
-    )
+    patience_ms: float = Field(100, gt=0)
+    """A lender that takes longer for a layer is given up."""
+    move: bool = True
+    """True: running requests change their partition, their KV copied, before they are preempted."""
     lend_bytes: int = Field(0, ge=0, description="Most bytes that it lends to others.")
-    tpot_budget: float = Field(
-        1.15,
-        gt=1,
-        description="Most that a lender's p99 step time may be of that without borrowers.",
-    )
-    gpu_form: Literal["stream", "polls", "resident"] = Field(
-        "stream",
-        description="How a lender on a GPU serves tasks: by a thread with a stream of its own; by "
-        "that thread between steps, and by polls within them; or by a kernel that stays.",
-    )
-    polling: Literal["steps", "operators", "slices"] = Field(
-        "slices",
-        description="Where a lender looks for tasks while it computes: nowhere within a step, "
-        "between operators, or between slices of those that take long, too.",
-    )
+    tpot_budget: float = Field(1.15, gt=1)
+    """Most that a lender's p99 step time may be of that without borrowers."""
+    gpu_form: Literal["stream", "polls", "resident"] = "stream"
+    """How a lender on a GPU serves tasks: by a thread with a stream of its own; by that thread
+    between steps, and by polls within them; or by a kernel that stays."""
+    polling: Literal["steps", "operators", "slices"] = "slices"
+    """Where a lender looks for tasks while it computes: nowhere within a step, between operators,
+    or between slices of those that take long, too."""

@@ -161,3 +161,16 @@ class PlatformState(StateModel):
     devices: tuple[DeviceState, ...]
     models: tuple[ModelState, ...]
     aliases: tuple[AliasState, ...] = ()
+
+
+class ModelEvent(StateModel):
+    """A change of what a model is to be, which it is as soon as it can."""
+
+    at: float = Field(description="Seconds since 1970.")
+    model: str
+    presence: Presence = Field(description="What it is to be from then on.")
+    why: str
+
+
+class ModelEvents(StateModel):
+    events: tuple[ModelEvent, ...] = Field(description="The newest first.")

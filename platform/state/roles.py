@@ -18,11 +18,9 @@ class Role(StrEnum):
 
 
 def configured_role(model: Model, device: str) -> Role:
-    """The role that a replica of ``model`` on ``device`` starts with.
-
-    It follows from the device's position in the model's list, so that a replica that restarts on
-    its device has the role of its predecessor.
-    """
+    """The role that a replica of ``model`` on ``device`` starts with. It follows from the device's
+    position in the model's list, so that a replica that restarts on its device has the role of its
+    predecessor."""
     if model.roles is None:
         return Role.UNIFIED
     place = model.devices.index(device)

@@ -3,7 +3,6 @@
 A process has one provider, which vLLM's tracer in it uses, too.
 """
 
-from loomserve.platform.tracing.request_trace import Attributes, RequestTrace, Span
-from loomserve.platform.tracing.request_tracer import RequestTracer
+from loomserve.platform.tracing.request_trace import Attributes, RequestTrace, RequestTracer, Span
 
 __all__ = ["Attributes", "RequestTrace", "RequestTracer", "Span"]

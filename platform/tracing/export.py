@@ -12,22 +12,15 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
 from loomserve.platform.config import Tracing
-from loomserve.platform.tracing.request_tracer import RequestTracer
+from loomserve.platform.tracing.request_trace import RequestTracer
 
 # A collector that is away must not keep a process from ending.
 _TIMEOUT_S = 5
 
 
 def start_tracing(options: Tracing, *, node: str | None = None) -> RequestTracer:
-    """Send this process's spans, with those of vLLM in it, from now on.
-
-    Spans wait in a bounded queue for a thread of the SDK's, which sends them; what does not fit
-    while a collector is slow or away is lost.
-
-    Args:
-        options: where to, and which.
-        node: the name of this one, where there are several.
-    """
+    """Send this process's spans, with those of vLLM in it, from now on. A thread sends them from
+    a bounded queue; what does not fit while a collector is slow or away is lost."""
     provider = make_provider(options, node=node)
     provider.add_span_processor(BatchSpanProcessor(make_exporter(options)))
     # vLLM's tracer asks for the process's.
@@ -53,7 +46,6 @@ def make_provider(options: Tracing, *, node: str | None = None) -> TracerProvide
 
 
 def make_exporter(options: Tracing) -> SpanExporter:
-    """What sends spans to the collector."""
     if options.protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 

@@ -1,24 +1,26 @@
-"""One request's trace: its server span, and what is told under it."""
+"""Traces of requests: each begins here or goes on with a client's, and has a server span."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 Attributes = Mapping[str, str | bool | int | float]
 
-__all__ = ["PROPAGATOR", "Attributes", "RequestTrace", "Span"]
+__all__ = ["Attributes", "RequestTrace", "RequestTracer", "Span"]
 
-PROPAGATOR = TraceContextTextMapPropagator()
+_PROPAGATOR = TraceContextTextMapPropagator()
 _SERVER_ERROR = 500
+_TRACEPARENT = b"traceparent"
+_TRACESTATE = b"tracestate"
 
 
 class RequestTrace:
-    """A request's server span; who has one that is not :attr:`recorded` need tell it nothing."""
+    """A request's server span; one that is not :attr:`recorded` needs no attributes."""
 
     __slots__ = ("_answers", "_context", "_prompts", "_span", "_tracer", "id", "recorded")
 
@@ -28,7 +30,6 @@ class RequestTrace:
         self._prompts: dict[str, int] = {}
         self._answers = 0
         self.id = f"{span.get_span_context().trace_id:032x}"
-        """The trace's, 32 hexadecimal digits."""
         self.recorded = span.is_recording()
         """Whether it is one of those that are sent."""
 
@@ -36,7 +37,7 @@ class RequestTrace:
     def headers(self) -> list[tuple[bytes, bytes]]:
         """W3C's headers, by which spans of others become this one's children."""
         told: dict[str, str] = {}
-        PROPAGATOR.inject(told, self._context)
+        _PROPAGATOR.inject(told, self._context)
         return [(name.encode(), value.encode()) for name, value in told.items()]
 
     @property
@@ -47,12 +48,10 @@ class RequestTrace:
         return b"traceresponse", value.encode()
 
     def tell(self, attributes: Attributes) -> None:
-        """Set attributes of the server span."""
         if self._span.is_recording():
             self._span.set_attributes(attributes)
 
     def event(self, name: str, attributes: Attributes | None = None) -> None:
-        """Note that something happens now."""
         if self._span.is_recording():
             self._span.add_event(name, attributes)
 
@@ -78,14 +77,10 @@ class RequestTrace:
         self._answers += answer_tokens
 
     def failed(self, code: str) -> None:
-        """The client was told of an error, by its code."""
         self.tell({"error.type": code})
 
     def end(self, status: int | None) -> None:
-        """
-        Args:
-            status: of the HTTP response; None: there was none.
-        """
+        """End the span with the HTTP response's status; None: there was no response."""
         if not self._span.is_recording():
             return
         if self._prompts:
@@ -96,3 +91,36 @@ class RequestTrace:
         if status is None or status >= _SERVER_ERROR:
             self._span.set_status(StatusCode.ERROR)
         self._span.end()
+
+
+class RequestTracer:
+    def __init__(self, tracer: Tracer, close: Callable[[], None]) -> None:
+        """``close`` sends what was not sent yet, and takes no more; it may take seconds."""
+        self._tracer = tracer
+        self.close = close
+
+    def begin(
+        self, name: str, attributes: Attributes, *, headers: Iterable[tuple[bytes, bytes]] = ()
+    ) -> RequestTrace:
+        """The trace of a request, the client's own if ``headers`` have one; few ``name``s."""
+        span = self._tracer.start_span(
+            name, context=_told(headers), kind=SpanKind.SERVER, attributes=attributes
+        )
+        return RequestTrace(self._tracer, span)
+
+
+def _told(headers: Iterable[tuple[bytes, bytes]]) -> Context:
+    """The client's span; if headers name several, none."""
+    parents: list[str] = []
+    states: list[str] = []
+    for name, value in headers:
+        if name == _TRACEPARENT:
+            parents.append(value.decode("latin-1"))
+        elif name == _TRACESTATE:
+            states.append(value.decode("latin-1"))
+    if len(parents) != 1:
+        return Context()
+    carrier = {"traceparent": parents[0]}
+    if states:
+        carrier["tracestate"] = ",".join(states)
+    return _PROPAGATOR.extract(carrier, Context())

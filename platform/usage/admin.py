@@ -9,8 +9,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from loomserve.platform.base.errors import BadRequest, Unavailable
+from loomserve.platform.usage.files import minute_of
 from loomserve.platform.usage.meter import UsageMeter
-from loomserve.platform.usage.records import minute_of
 from loomserve.platform.usage.report import UsageReport, groups_of, summed
 
 _FROM = "Begin of the span, a date or a time, to the minute; UTC, if it names no other zone. "
@@ -24,8 +24,7 @@ def build_usage_router(meter: UsageMeter) -> APIRouter:
     @router.get("", response_model=UsageReport, response_model_exclude_none=True)
     async def usage(
         begin: Annotated[
-            datetime | None,
-            Query(alias="from", description=_FROM + "Left out: this month's."),
+            datetime | None, Query(alias="from", description=_FROM + "Left out: this month's.")
         ] = None,
         end: Annotated[
             datetime | None, Query(alias="to", description=_TO + "Left out: now.")

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 
@@ -20,11 +21,45 @@ import msgspec
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.config import Server
-from loomserve.platform.usage.records import UsageRecord
 
 _log = logging.getLogger("ray.serve")
 
 _ENDING = ".jsonl"
+
+
+class UsageRecord(msgspec.Struct):
+    """Sums over the requests that ended in a minute."""
+
+    minute: str
+    """When it began, as ``2026-11-26T01:30Z``."""
+    key: str
+    """The API key's name; empty: requests without a key."""
+    model: str
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of those, the ones that the prefix cache or the KV store had."""
+    completion_tokens: int = 0
+    device_seconds: float = 0.0
+
+    @property
+    def month(self) -> str:
+        """As ``2026-11``."""
+        return self.minute[:7]
+
+    def add(self, other: UsageRecord) -> None:
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.completion_tokens += other.completion_tokens
+        self.device_seconds += other.device_seconds
+
+
+def minute_of(unix_s: float) -> str:
+    """The minute of a time in Unix seconds; later ones are greater as text, too."""
+    return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%dT%H:%MZ}"
+
+
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(UsageRecord)
 
@@ -37,11 +72,7 @@ def usage_folder_path(server: Server, base: Path) -> Path:
 
 
 def check_usage_folder(folder: Path) -> None:
-    """Check that files can be made there, and make it.
-
-    Raises:
-        StartError: they cannot.
-    """
+    """Make the folder and check that files can be made there, or raise StartError."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         trial = folder / f".writable-{os.getpid()}"
@@ -58,20 +89,12 @@ class UsageFiles:
     """A folder's files; any thread may use them, and any number of processes."""
 
     def __init__(self, folder: Path, node: str | None = None) -> None:
-        """
-        Args:
-            folder: in which they are.
-            node: whose gateways write here, where there are several.
-        """
+        """``node``: whose gateways write here, where there are several."""
         self._folder = folder
         self._ending = _ENDING if node is None else f".{node}{_ENDING}"
 
     def append(self, records: Iterable[UsageRecord]) -> None:
-        """Keep records, those of a month all or none.
-
-        Raises:
-            OSError: they could not be written; what was written of a month's is taken back.
-        """
+        """Keep records; OSError: a month's could not be written, and none of them is kept."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         by_month = sorted(records, key=lambda record: record.month)
         for month, of_month in groupby(by_month, key=lambda record: record.month):
@@ -88,11 +111,7 @@ class UsageFiles:
                     raise
 
     def read(self, begin: str, end: str) -> Iterator[UsageRecord]:
-        """Records of all nodes from a minute to before another one; lines torn are passed over.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
+        """Records of all nodes from a minute to before another; torn lines are skipped."""
         for path in self._months(begin[:7], end[:7]):
             torn = 0
             with path.open("rb") as file:

@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from prometheus_client import CollectorRegistry, Counter
+
 from loomserve.platform.config import ApiKey
 from loomserve.platform.requests.usage import RequestUsage
-from loomserve.platform.usage.files import UsageFiles
-from loomserve.platform.usage.metrics import UsageMetrics
-from loomserve.platform.usage.records import UsageRecord, minute_of
+from loomserve.platform.usage.files import UsageFiles, UsageRecord, minute_of
 
 _log = logging.getLogger("ray.serve")
 
@@ -19,21 +19,48 @@ _Place = tuple[str, str, str]
 """Minute, key and model."""
 
 
+class UsageMetrics:
+    """Metrics by API key and model: names of the configuration, and of models that are served."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ["key", "model"]
+        self._requests = Counter(
+            "loomserve_usage_requests", "Requests that engines answered.", labels, registry=registry
+        )
+        self._tokens = Counter(
+            "loomserve_usage_tokens",
+            "Tokens as engines counted them.",
+            [*labels, "kind"],
+            registry=registry,
+        )
+        self._cached = Counter(
+            "loomserve_usage_cached_tokens",
+            "Tokens of prompts that the prefix cache or the KV store had.",
+            labels,
+            registry=registry,
+        )
+        self._device = Counter(
+            "loomserve_usage_device_seconds",
+            "The requests' shares of the time of engines' steps.",
+            labels,
+            registry=registry,
+        )
+
+    def used(self, record: UsageRecord) -> None:
+        labels = record.key, record.model
+        self._requests.labels(*labels).inc(record.requests)
+        self._tokens.labels(*labels, "prompt").inc(record.prompt_tokens)
+        self._tokens.labels(*labels, "completion").inc(record.completion_tokens)
+        self._cached.labels(*labels).inc(record.cached_tokens)
+        self._device.labels(*labels).inc(record.device_seconds)
+
+
 class UsageMeter:
     """The usage of one gateway's requests. Any thread may use it."""
 
     def __init__(
-        self,
-        metrics: UsageMetrics,
-        files: UsageFiles,
-        clock: Callable[[], float] = time.time,
+        self, metrics: UsageMetrics, files: UsageFiles, clock: Callable[[], float] = time.time
     ) -> None:
-        """
-        Args:
-            metrics: told of each request.
-            files: where it is kept.
-            clock: Unix seconds.
-        """
         self._metrics = metrics
         self._files = files
         self._clock = clock
@@ -84,11 +111,7 @@ class UsageMeter:
             self._unwritable = False
 
     def read(self, begin: str, end: str) -> Iterator[UsageRecord]:
-        """Records from a minute to before another one: what is kept, and this gateway's rest.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
+        """Records from a minute to before another one, also unsaved ones of this gateway."""
         self.save()
         yield from self._files.read(begin, end)
         with self._lock:

@@ -8,7 +8,7 @@ from datetime import datetime
 from pydantic import BaseModel, ConfigDict, Field
 
 from loomserve.platform.base.errors import BadRequest
-from loomserve.platform.usage.records import UsageRecord
+from loomserve.platform.usage.files import UsageRecord
 
 GROUPS = ("key", "model", "day", "month")
 """What sums can be told apart by."""
@@ -46,17 +46,12 @@ class UsageReport(BaseModel):
 
 
 def groups_of(by: str) -> tuple[str, ...]:
-    """What a query such as ``key,model`` asks for.
-
-    Raises:
-        BadRequest: it names something else.
-    """
+    """What a query such as ``key,model`` asks for; BadRequest: it names something else."""
     named = tuple(dict.fromkeys(word.strip() for word in by.split(",") if word.strip()))
     for word in named:
         if word not in GROUPS:
             raise BadRequest(
-                f"usage is not told apart by {word!r}; by may name {', '.join(GROUPS)}",
-                param="by",
+                f"usage is not told apart by {word!r}; by may name {', '.join(GROUPS)}", param="by"
             )
     return named
 

@@ -32,7 +32,7 @@ def test_a_raylet_that_ends_is_started_again_and_what_it_had_ends(two_nodes: Clu
     raylet.kill()
     worker.until_up()
     # The command itself, and what watches over its folder.
-    own = (*called(worker, "loomserve node"), *called(worker, "loomserve.platform.run.guard"))
+    own = (*called(worker, "loomserve node"), *called(worker, "loomserve.platform.run.leftovers"))
     kept = {process.pid for process in own}
     left = [one for one in before if one.pid not in kept and one.is_running()]
     until(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from loomserve.platform.engine.hook_table import TESTED_VERSIONS
+from loomserve.platform.engine.hooks import TESTED_VERSIONS
 from tests.e2e.conftest import COLD, COLD_MODEL, HOT, Platform, simulated
 from tests.waiting import PATIENCE_S
 

@@ -13,7 +13,7 @@ import pytest
 
 from loomserve.kvstore.server.options import arena_path
 from loomserve.platform.base.loopback import is_loopback
-from loomserve.platform.run import guard
+from loomserve.platform.run import leftovers
 from loomserve.platform.run.folder import RUN_VARIABLE
 from loomserve.platform.run.shared_memory import SHARED_MEMORY
 from tests.e2e.conftest import Platform
@@ -58,7 +58,7 @@ def environments(platform: Platform) -> list[dict[str, str]]:
     found = [
         one.environ()
         for one in processes(platform)
-        if one not in others and guard.__name__ not in one.cmdline()
+        if one not in others and leftovers.__name__ not in one.cmdline()
     ]
     of_run = [each for each in found if RUN_VARIABLE in each]
     assert len(of_run) >= len(found) - 1

@@ -17,11 +17,11 @@ import httpx
 import pytest
 
 from benchmarks.servers import Server
-from loomserve.platform.engine.options.words import in_fields
+from loomserve.platform.engine.options.known import in_fields
 from loomserve.platform.http.ingress.messages import too_long
 from loomserve.platform.models import catalog
 from loomserve.platform.requests.endpoints import ENDPOINTS
-from loomserve.platform.requests.engine_request import FORWARDED, engine_path
+from loomserve.platform.requests.engine_request import FORWARDED
 from tests.e2e.conftest import ENGINE, HOT, TOOLS, Platform, free_port
 from tests.e2e.same_answers import Answer, assert_same
 from tests.e2e.same_requests import CASES, MESSAGES, OF_OTHER_MODELS, Case
@@ -94,7 +94,7 @@ def theirs(
     own = (item for item in request.session.items if item.path == Path(__file__))
     cases = [item.callspec.params["case"] for item in own if hasattr(item, "callspec")]
     with vllm_server(tmp_path_factory.mktemp("vllm")) as client:
-        return {case.name: ask(client, engine_path(case.path), case) for case in cases}
+        return {case.name: ask(client, ENDPOINTS[case.path].at_engine, case) for case in cases}
 
 
 @contextmanager

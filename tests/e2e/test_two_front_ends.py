@@ -161,8 +161,8 @@ def test_either_shows_the_metrics_of_both(platform: Platform, undisturbed: list[
         assert sorted(of_both.values()) == [STREAMS, STREAMS]
         assert {label.count("front_end=") for label in of_both} == {1}
         tokens = samples(page, "vllm:generation_tokens_total")
-        # Before clients' requests each front end had each engine answer one, with a token.
-        assert sum(tokens.values()) == 2 * STREAMS * TOKENS + len(tokens)
+        # First each engine answered one of a gateway, or of both, with a token.
+        assert 2 <= sum(tokens.values()) - 2 * STREAMS * TOKENS <= len(tokens)
         running = samples(page, "vllm:num_requests_running")
         assert len(running) == 2
         assert sum(running.values()) == 0

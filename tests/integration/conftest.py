@@ -19,6 +19,7 @@ from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import Done, Flush, Inspect, StoreUsage
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.models import catalog
+from loomserve.platform.state.kvstore import KvState
 from tests.integration.cores import core
 from tests.integration.lending_pair import (
     OWN_BLOCKS,
@@ -47,8 +48,8 @@ class StoredEngine:
             self.server.stop()
             self.server = None
 
-    def usage(self) -> StoreUsage:
-        return self.ask_store(Inspect(), StoreUsage)
+    def usage(self) -> KvState:
+        return self.ask_store(Inspect(), StoreUsage).state
 
     def flush_store(self) -> None:
         self.ask_store(Flush(""), Done)

@@ -13,10 +13,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from loomserve.platform.lending.device.form import Form
-from loomserve.platform.lending.device.leaf import KernelLeaf
 from loomserve.platform.lending.device.memory import HostMemory
 from loomserve.platform.lending.device.pages import HostPages
+from loomserve.platform.lending.device.server import Form, kernel_leaf
 from loomserve.platform.lending.engine.attention import AttendsRemotely
 from loomserve.platform.lending.engine.cpu_attention import RemoteAttentionBackend
 from loomserve.platform.lending.engine.cpu_worker import (
@@ -24,6 +23,7 @@ from loomserve.platform.lending.engine.cpu_worker import (
     RemoteAttentionWorker,
 )
 from loomserve.platform.lending.engine.memory.paged import PagedMemory
+from loomserve.platform.lending.leaf import Leaf
 from loomserve.platform.lending.ring.geometry import GPU
 
 PAGE = 2**14
@@ -46,8 +46,8 @@ class InterpretedWorker(RemoteAttentionWorker):
     def use_remote_attention(self) -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.InterpretedBackend")
 
-    def leaf(self) -> KernelLeaf:
-        return KernelLeaf(HostMemory(), Form(self._options.gpu_form))
+    def leaf(self) -> Leaf:
+        return kernel_leaf(HostMemory(), Form(self._options.gpu_form))
 
     def isa(self, layer: Any) -> str:
         return GPU

@@ -24,8 +24,7 @@ from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
 from loomserve.platform.engine.core.host import EngineHost
 from loomserve.platform.engine.core.messages import EngineStart
 from loomserve.platform.engine.process.engine_process import engine_modules
-from loomserve.platform.engine.resumption.tokens import RESUMED
-from loomserve.platform.engine.resumption.travelling_times import by_age
+from loomserve.platform.engine.resumption.travelling import RESUMED, by_age
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.run.folder import RUN_VARIABLE
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG

@@ -42,8 +42,8 @@ from vllm.entrypoints.speech_to_text.transcription.protocol import Transcription
 from vllm.entrypoints.speech_to_text.translation.protocol import TranslationRequest
 
 from loomserve.platform.requests.endpoints import AT_ENGINE, ENDPOINTS
-from loomserve.platform.requests.engine_request import FORWARDED, HINTED, EngineRequest
-from loomserve.platform.scheduling.policy.deadline import deadline_of
+from loomserve.platform.requests.engine_request import FORWARDED, EngineRequest
+from loomserve.platform.scheduling.policy.hints import deadline_of
 
 AT = 1_800_000_000.25
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -114,7 +114,7 @@ def test_exactly_the_endpoints_that_have_a_place_for_a_deadline_are_given_one() 
         for path, protocols in PROTOCOLS.items()
         if all("vllm_xargs" in protocol.model_fields for protocol in protocols)
     }
-    assert has_place - RENDERING == HINTED
+    assert has_place - RENDERING == {path for path, each in ENDPOINTS.items() if each.hints}
 
 
 def test_exactly_the_endpoints_that_have_a_place_for_a_salt_are_given_one() -> None:

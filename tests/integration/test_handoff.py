@@ -20,7 +20,7 @@ from loomserve.platform.disaggregation.engine.handoff import (
     shareable,
     with_kv_from_store,
 )
-from loomserve.platform.scheduling.policy.deadline import DEADLINE, deadline_of
+from loomserve.platform.scheduling.policy.hints import DEADLINE, deadline_of
 
 
 def request(tokens: int = 5, **params: Any) -> EngineCoreRequest:

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from loomserve.kvstore.engine.transfers.copies import Save
 from loomserve.kvstore.engine.transfers.memory import HostStream, KvMemory
 from loomserve.kvstore.engine.transfers.saver import Saver
-from loomserve.kvstore.server import writers as writers_module
+from loomserve.kvstore.engine.transfers.transfer import Save
+from loomserve.kvstore.server import grants
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.opening import open_store
 from loomserve.kvstore.server.options import StoreOptions
@@ -85,7 +85,7 @@ def save_until_killed(options: StoreOptions, pipe: Connection) -> None:
 def test_an_engine_killed_in_the_middle_of_a_save_leaves_what_it_had_saved_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writers_module, "WRITE_S", 1.0)
+    monkeypatch.setattr(grants, "WRITE_S", 1.0)
     options = options_in(tmp_path)
     server = StoreServer(open_store(options), options.address)
     server.start()
@@ -103,9 +103,9 @@ def test_an_engine_killed_in_the_middle_of_a_save_leaves_what_it_had_saved_and_n
     within(10, lambda: found(1) == BLOCKS)
     kill(process)
     assert found(2) == 0
-    within(10, lambda: client.ask(Inspect(), StoreUsage).writers == 0)
+    within(10, lambda: client.ask(Inspect(), StoreUsage).state.writers == 0)
     assert (found(1), found(2)) == (BLOCKS, 0)
-    usage = client.ask(Inspect(), StoreUsage)
+    usage = client.ask(Inspect(), StoreUsage).state
     assert usage.used_bytes == usage.models[0].blocks_in_memory * 4096
     with closing(worker(options)) as other:
         save(other, 2)

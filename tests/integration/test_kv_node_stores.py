@@ -14,11 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from loomserve.kvstore.peers.members import Member
+from loomserve.kvstore.peers.messages import Member
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.options import StorePlan, arena_path
 from loomserve.kvstore.server.protocol import Inspect, StoreUsage
 from loomserve.platform.base.errors import StartError
+from loomserve.platform.state.kvstore import KvState
 from tests.e2e.conftest import free_port
 from tests.integration.ray_node import ray_node
 from tests.waiting import PATIENCE_S
@@ -36,9 +37,9 @@ def plan() -> StorePlan:
     return StorePlan(port=free_port(), memory=64 * 2**20)
 
 
-def usage_of(address: str) -> StoreUsage:
+def usage_of(address: str) -> KvState:
     with closing(StoreClient(address, timeout_ms=5000)) as client:
-        return client.ask(Inspect(), StoreUsage)
+        return client.ask(Inspect(), StoreUsage).state
 
 
 async def within(seconds: float, holds: Callable[[], Awaitable[bool]]) -> None:
@@ -70,8 +71,8 @@ def test_each_node_gets_a_store_that_outlives_who_started_it(ray_: Any) -> None:
         options = asked.here(node)
         usage = await asyncio.to_thread(usage_of, options.address)
         assert usage.network is not None
-        assert (usage.network.node, usage.network.peers) == (node, [])
-        assert await ask_stores(Inspect(), StoreUsage) == {node: usage}
+        assert (usage.network.node, usage.network.peers) == (node, ())
+        assert await ask_stores(Inspect(), StoreUsage) == {node: StoreUsage(usage)}
         assert await stores.problems() == {}
         # A controller that was started anew finds it.
         again = NodeStores(asked, "token", 2)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from benchmarks.engine import end
-from loomserve.kvstore.peers.members import Member
+from loomserve.kvstore.peers.messages import Member
 from loomserve.kvstore.peers.network import PeerNetwork
 from loomserve.kvstore.server.opening import start_server
 from loomserve.kvstore.server.options import StoreOptions
@@ -27,9 +27,9 @@ from loomserve.kvstore.server.protocol import (
     HANDED_OVER,
     HANDED_OVER_BY,
     HANDS_OVER,
-    NetworkUsage,
 )
 from loomserve.kvstore.storage.arena import Arena
+from loomserve.platform.state.kvstore import KvNetworkState
 from tests.integration.conftest import StoredEngine, exact_engine
 from tests.waiting import PATIENCE_S, within
 
@@ -82,7 +82,7 @@ class Nodes:
     def known(self, blocks: int) -> None:
         within(5, lambda: len(self.network.directory) == blocks)
 
-    def usage(self) -> NetworkUsage:
+    def usage(self) -> KvNetworkState:
         network = self.second.usage().network
         assert network is not None
         return network

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loomserve.platform.adapters.files import kept_folder
+from loomserve.platform.adapters.sources import kept_folder
 from loomserve.platform.models.catalog import copy_of
 from loomserve.platform.models.once import made_once
 from tests.integration.ray_node import ray_node

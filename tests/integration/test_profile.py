@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loomserve.platform.costs.comparison import mape
 from loomserve.platform.costs.profile import Profile, load, path_of
-from loomserve.platform.costs.regressors import REGRESSORS
+from loomserve.platform.costs.regressors import REGRESSORS, mape
 from loomserve.platform.costs.step_time import Step
 from loomserve.platform.models import catalog
 
@@ -59,5 +58,5 @@ def test_a_profile_predicts_steps_far_better_than_their_mean(
 
     times, transfers = load(profile.weights, profile.engine)
     assert times.prefill_s(256, 256) > times.seconds(Step.of([(0, 1)])) > 0
-    assert 1e7 < 2**24 / transfers.out_s(2**24) < 1e12
-    assert 1e7 < 2**24 / transfers.in_s(2**24) < 1e12
+    assert 1e7 < 2**24 / transfers.out.seconds(2**24) < 1e12
+    assert 1e7 < 2**24 / transfers.into.seconds(2**24) < 1e12

@@ -20,9 +20,7 @@ from loomserve.platform.config import parse
 from loomserve.platform.costs.transfer_time import TransferTimes
 from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.options import SchedulerOptions, scheduler_options
-from loomserve.platform.scheduling.policy.background import BACKGROUND
-from loomserve.platform.scheduling.policy.deadline import DEADLINE
-from loomserve.platform.scheduling.policy.expected import EXPECTED
+from loomserve.platform.scheduling.policy.hints import BACKGROUND, DEADLINE, EXPECTED
 from tests.integration.conftest import StoredEngine, with_store
 from tests.integration.cores import core
 from tests.waiting import within
@@ -239,7 +237,7 @@ def test_no_more_blocks_are_saved_as_they_fill_than_are_copied_beside_a_step(
 
         def saved_blocks() -> int:
             # The store's own lines of a block take less than one block in all.
-            used = engine.ask_store(Inspect(), StoreUsage).used_bytes
+            used = engine.ask_store(Inspect(), StoreUsage).state.used_bytes
             return int(used // scheduler.costs.block_bytes)
 
         # Blocks are committed beside the next step.
@@ -251,7 +249,7 @@ def test_no_more_blocks_are_saved_as_they_fill_than_are_copied_beside_a_step(
 
 def test_nothing_stays_leased_once_all_have_come_back(engine: SchedulingEngine) -> None:
     # What was swapped out is kept for ten seconds, for whoever comes back.
-    within(15, lambda: not engine.ask_store(Inspect(), StoreUsage).leases)
+    within(15, lambda: not engine.ask_store(Inspect(), StoreUsage).state.leases)
 
 
 def swap_someone_out(engine: SchedulingEngine, seed: int) -> list[str]:

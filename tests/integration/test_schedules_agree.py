@@ -20,8 +20,7 @@ from loomserve.kvstore.server.opening import open_store
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.models import catalog
-from loomserve.platform.scheduling.policy.deadline import DEADLINE, deadline_of
-from loomserve.platform.scheduling.policy.expected import EXPECTED, expected_of
+from loomserve.platform.scheduling.policy.hints import DEADLINE, EXPECTED, deadline_of, expected_of
 from loomserve.platform.scheduling.policy.preemption import Preemption, PreemptionMode, Victim
 from loomserve.platform.scheduling.simulator import (
     Costs,

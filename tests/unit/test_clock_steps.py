@@ -18,13 +18,12 @@ from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.batch.policy.status import BatchStatus
 from loomserve.platform.costs.step_time import StepTimes
 from loomserve.platform.costs.transfer_time import TransferTimes
-from loomserve.platform.engine.load import LoadMeter
+from loomserve.platform.engine.core.metering import CoreMeter
 from loomserve.platform.engine.scheduling.costs import EngineCosts
 from loomserve.platform.engine.scheduling.order import QueueOrder
-from loomserve.platform.engine.turnaround import Turnaround
 from loomserve.platform.rebalancing.runner import RebalancingRunner
 from loomserve.platform.scheduling.options import SchedulerOptions
-from loomserve.platform.scheduling.policy.deadline import DEADLINE, deadline_of
+from loomserve.platform.scheduling.policy.hints import DEADLINE, deadline_of
 from loomserve.platform.state.roles import Role
 from loomserve.routers.base import Replica
 from loomserve.routers.in_flight import InFlight
@@ -69,11 +68,11 @@ def test_a_deadline_stays_as_far_away_as_its_client_said(step: Step) -> None:
 
 
 def test_a_load_report_is_as_old_as_it_is(step: Step) -> None:
-    ledger, meter = InFlight(), LoadMeter()
+    ledger, meter = InFlight(), CoreMeter()
     earlier, later, last = (RoutingTicket(ledger) for _ in range(3))
     earlier.book(Replica("r1"))
     stats = RoutingStats(
-        load=meter.read(Turnaround()), max_running=4, kv_capacity_tokens=None, draining=False,
+        load=meter.read(), max_running=4, kv_capacity_tokens=None, draining=False,
         role=Role.UNIFIED,
     )  # fmt: skip
     step()
@@ -148,7 +147,7 @@ def test_plans_are_made_on_the_same_rates_and_nothing_is_stale(
     assert [each.attention for each in measured.snapshot.engines] == [
         each.attention for each in before.engines
     ]
-    assert not runner._rebalancer.state().flaws
+    assert not runner.rebalancer.state().flaws
 
 
 def test_batches_go_on(step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

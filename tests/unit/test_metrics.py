@@ -22,7 +22,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
 from loomserve.kvstore.metrics import KvStoreMetrics
-from loomserve.platform.access.metrics import KeyMetrics
+from loomserve.platform.access.token_meter import KeyMetrics
 from loomserve.platform.adapters.messages import Adapter, AdapterRoute
 from loomserve.platform.batch.metrics import BatchMetrics
 from loomserve.platform.disaggregation.metrics import HandoffMetrics
@@ -37,16 +37,15 @@ from loomserve.platform.rebalancing.metrics import RebalancingMetrics
 from loomserve.platform.rebalancing.plans.reports import (
     ActionCount,
     DeviceLoad,
-    FlawState,
     ModelScaling,
     RebalancingState,
     ScalingCount,
     ScalingReport,
 )
 from loomserve.platform.rebalancing.policy.heat import Level
+from loomserve.platform.rebalancing.policy.measured import Flaw, Unfit
 from loomserve.platform.requests.metrics import GatewayMetrics
-from loomserve.platform.scheduling.metrics import ScheduledRequestMetrics
-from loomserve.platform.scheduling.preemption_metrics import PreemptionMetrics
+from loomserve.platform.scheduling.metrics import PreemptionMetrics, ScheduledRequestMetrics
 from loomserve.platform.state import (
     BatchLaneState,
     BatchState,
@@ -57,8 +56,8 @@ from loomserve.platform.state import (
     ModelStatus,
     OfflineModelState,
 )
-from loomserve.platform.usage.metrics import UsageMetrics
-from loomserve.platform.usage.records import UsageRecord
+from loomserve.platform.usage.files import UsageRecord
+from loomserve.platform.usage.meter import UsageMetrics
 
 CATALOG = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -96,7 +95,7 @@ BATCH_STATE = BatchLaneState(
 REBALANCING_STATE = RebalancingState(
     mode="auto", paused=False, problem=None, running=None,
     devices=(DeviceLoad(device="core0", compute=0.9, memory=0.4, level=Level.HOT),),
-    flaws=(FlawState(why="stale", subject="r1"), FlawState(why="partial", subject="chat")),
+    flaws=(Flaw(Unfit.STALE, "r1"), Flaw(Unfit.PARTIAL, "chat")),
     actions=(ActionCount(kind="requests", outcome="done", count=3),),
     rejected={"no_gain": 7}, moved_bytes={"requests": 4096}, paused_s=0.5,
     scaling=ScalingReport(

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from loomserve.platform.access.keys import new_key
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
-from loomserve.platform.http.protocol import Bounds, bounded_protocol
+from loomserve.platform.http.protocol import Bounds
 from loomserve.platform.http.server import HttpServer, listen
 from tests.unit.certificates import make_pair
 from tests.waiting import PATIENCE_S
@@ -75,9 +75,7 @@ class Upstream:
         asyncio.run(self._serve(ended))
 
     async def _serve(self, ended: threading.Event) -> None:
-        http = HttpServer(
-            self._app, self._socket, protocol=bounded_protocol(Bounds(head_timeout_s=10))
-        )
+        http = HttpServer(self._app, self._socket, bounds=Bounds(head_timeout_s=10))
         await http.start()
         await asyncio.to_thread(ended.wait)
         await http.stop(1)

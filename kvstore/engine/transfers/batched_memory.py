@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,13 +14,9 @@ from loomserve.kvstore.engine.transfers.memory import BlockPieces, KvMemory, Lay
 Addresses = NDArray[np.int64]
 
 
-class BatchCopy(Protocol):
-    """Issues copies of bytes between addresses, on the current stream."""
-
-    def __call__(
-        self, sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, /
-    ) -> None:
-        """Each argument is int64, ``[copies]``, on the CPU; sizes are bytes."""
+BatchCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Issues copies between addresses, on the current stream: of sources, targets and sizes in bytes.
+Each is int64, ``[copies]``, on the CPU."""
 
 
 class BatchedMemory(KvMemory):
@@ -114,7 +109,6 @@ class BatchedMemory(KvMemory):
         return bool(torch.equal(own, there))
 
     def blocks_at(self, layer: int, runs: Sequence[BlockPieces]) -> Addresses:
-        """Addresses of the layer of these blocks, ``[blocks * runs]``."""
         rows = self._rows[layer]
         numbers = np.concatenate(
             [np.arange(first, first + len(pieces), dtype=np.int64) for first, pieces in runs]
@@ -122,7 +116,6 @@ class BatchedMemory(KvMemory):
         return self._each_run(numbers * rows.stride(0) + rows.data_ptr(), rows.stride(1))
 
     def pieces_at(self, runs: Sequence[BlockPieces]) -> Addresses:
-        """Addresses of these blocks' pieces, ``[blocks * runs]``."""
         pieces = [
             pieces.ctypes.data + pieces.strides[0] * np.arange(len(pieces), dtype=np.int64)
             for _, pieces in runs
@@ -153,11 +146,7 @@ def _widest(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def memory_of(kv_caches: Mapping[str, torch.Tensor]) -> KvMemory:
-    """An engine's KV cache, on whichever device it is.
-
-    Raises:
-        ValueError: as of :class:`KvMemory`.
-    """
+    """An engine's KV cache, on whichever device; ``ValueError`` as of :class:`KvMemory`."""
     if next(iter(kv_caches.values())).device.type == "cpu":
         return KvMemory(kv_caches)
     from vllm._custom_ops import swap_blocks_batch

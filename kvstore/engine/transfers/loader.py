@@ -9,18 +9,18 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from loomserve.kvstore.engine.transfers.copies import Load
-from loomserve.kvstore.engine.transfers.transfer import BlockRun, TransferThread, layer_bytes
+from loomserve.kvstore.engine.transfers.transfer import BlockRun, Load, TransferThread, layer_bytes
 from loomserve.kvstore.index.radix import KEY_BYTES
-from loomserve.kvstore.server.protocol import Corrupt, Release
+from loomserve.kvstore.server.protocol import Release
 from loomserve.kvstore.storage.checksum import layer_digest
+from loomserve.kvstore.wire import Corrupt
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LoadStep:
-    """State of a step's loads. Each step has its own, since the next may begin before it ends.
+    """State of a step's loads: of each its own, since the next may begin before it ends.
 
     ``mark`` is the forward pass's position at the start: until it, other requests may use the
     blocks.
@@ -94,7 +94,6 @@ class Loader(TransferThread):
         ahead += self._runs(load.namespace, keys, load.slots[rest:], load.blocks[rest:])
 
     def _load_layer(self, layer: int, copies: Sequence[Sequence[BlockRun]]) -> list[int]:
-        """Load a layer; returns the engine's blocks that hold wrong bytes of it."""
         begin = time.perf_counter()
         failed: list[int] = []
         for runs in copies:
@@ -125,5 +124,5 @@ class Loader(TransferThread):
             bad = [i for i, block in enumerate(load.blocks) if block in failed]
             if bad:
                 end = (load.first + bad[0] + 1) * KEY_BYTES
-                self._tell(Corrupt(load.namespace, load.keys[:end]))
-        self._tell(Release([load.lease for load in loads]))
+                self._store.tell(Corrupt(load.namespace, load.keys[:end]))
+        self._store.tell(Release([load.lease for load in loads]))

@@ -34,13 +34,9 @@ LayerPieces = tuple[int, Sequence[BlockPieces]]
 class BlockMemory(Protocol):
     """Memory whose blocks are copied to the store and from it.
 
-    Attributes:
-        layers: Number of layers of a block.
-        layer_bytes: Bytes of a block in one layer.
-        layer_of: Number of each layer, by its name in vLLM.
-        layers_here: Layers that the engine's own forward pass computes.
-        beside_steps: Whether blocks may be copied while a forward pass runs.
-        copy_bytes: The most bytes of a copy; only then are checksums computed of it.
+    ``layer_of`` numbers layers by their names in vLLM; ``layers_here`` are those of the engine's
+    own forward pass. ``beside_steps``: whether blocks may be copied while one runs. ``copy_bytes``
+    is the most of a copy, after which checksums are computed of it.
     """
 
     layers: int
@@ -76,13 +72,11 @@ class BlockMemory(Protocol):
 class KvMemory(BlockMemory):
     """KV cache of an engine on a CPU, copied to and from the store's arena.
 
-    ``kv_caches`` maps layer names, in the order of computation, to vLLM's views
-    ``[blocks, kv_heads, block_size, 2 * head_size]``. The layout within a block depends on the
-    device and its instruction set, so a block's bytes of a layer are always copied as a whole: in
-    one run, or one a head where each head's blocks lie together.
-
-    Raises:
-        ValueError: a block's bytes of a layer are in other runs, or layers differ in size.
+    ``kv_caches`` maps layer names, in the order of computation, to vLLM's views ``[blocks,
+    kv_heads, block_size, 2 * head_size]``. The layout within a block depends on the device and its
+    instruction set, so a block's bytes of a layer are always copied as a whole: in one run, or one
+    a head where each head's blocks lie together. ``ValueError`` if they are in other runs, or
+    layers differ in size.
     """
 
     beside_steps = True

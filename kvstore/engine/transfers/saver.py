@@ -8,10 +8,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from loomserve.kvstore.engine.transfers.copies import NOT_HELD, Save
 from loomserve.kvstore.engine.transfers.memory import BlockMemory, HostStream, LayerPieces
 from loomserve.kvstore.engine.transfers.staging import Staged, Staging
-from loomserve.kvstore.engine.transfers.transfer import BlockRun, TransferThread, layer_bytes
+from loomserve.kvstore.engine.transfers.transfer import (
+    NOT_HELD,
+    BlockRun,
+    Save,
+    TransferThread,
+    layer_bytes,
+)
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient, StoreRefusedError
 from loomserve.kvstore.server.protocol import (
@@ -36,16 +41,12 @@ _MOST_LOST = 1024
 
 @dataclass
 class SaveStep:
-    """State of a step's saves. Each step has its own, since the next may begin before it ends.
+    """State of a step's saves: of each its own, since the next may begin before it ends.
 
-    Attributes:
-        memory: Where the blocks are.
-        computed: Set when a layer is computed; one event a layer.
-        marks: The forward pass's position at that moment; one a layer.
-        give_up_at: Time (``time.monotonic()``) at which the store gives the slots to others.
-        copied: Set when the engine may overwrite its blocks.
-        judged: Set when ``sound`` is known.
-        sound: Whether the step computed right KV.
+    ``computed`` and ``marks`` have one entry a layer: set once it is computed, and the forward
+    pass's position then. At ``give_up_at`` (``time.monotonic()``) the store gives the slots to
+    others. ``copied``: the engine may overwrite its blocks. ``sound``, whether the step computed
+    right KV, is known once ``judged``.
     """
 
     memory: BlockMemory
@@ -87,7 +88,6 @@ class Saver(TransferThread):
 
     @property
     def running(self) -> bool:
-        """Whether a step's saves have begun and are not finished."""
         return self._step is not None
 
     def start(self, saves: Sequence[Save]) -> None:
@@ -138,8 +138,8 @@ class Saver(TransferThread):
     def finish(self, *, sound: bool) -> None:
         """Wait until the engine may overwrite its blocks.
 
-        The store keeps the copies only if the step is ``sound``: a step that used blocks which did
-        not load has computed wrong KV, and so has one that did not reach all layers.
+        The store keeps the copies only if the step is ``sound``: one that used blocks which did not
+        load has computed wrong KV, and so has one that did not reach all layers.
         """
         step, self._step = self._step, None
         if step is None:
@@ -181,7 +181,7 @@ class Saver(TransferThread):
         kept = step.in_time(step.judged) and step.sound and whole
         for writer, save in writers:
             commit = Commit(writer, save.recompute_s, save.keep_s, save.outdated)
-            self._tell(commit if kept else Abandon(writer))
+            self._store.tell(commit if kept else Abandon(writer))
         blocks = sum(len(run.seeds) for runs in copies for run in runs)
         self.time.add_saved(blocks, time.thread_time() - begin)
 
@@ -210,7 +210,7 @@ class Saver(TransferThread):
             blocks = save.blocks[room.first : room.first + len(slots)]
             if NOT_HELD in blocks:
                 # The chain's next save is of all its blocks, in the engine's own memory.
-                self._tell(Abandon(room.writer))
+                self._store.tell(Abandon(room.writer))
                 if len(self._lost) == _MOST_LOST:
                     self._lost.clear()
                 self._lost.add(save.keys[:KEY_BYTES])

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from loomserve.kvstore.engine.transfers.batched_memory import BatchedMemory
-from loomserve.kvstore.engine.transfers.copies import NOT_HELD, Save
 from loomserve.kvstore.engine.transfers.memory import HostStream
+from loomserve.kvstore.engine.transfers.transfer import NOT_HELD, Save
 
 STEP_BYTES = 2**27
 """The most of a step. As much of another may still be on its way to the store."""
@@ -23,7 +23,7 @@ STEP_BYTES = 2**27
 class Staged:
     """Saves whose new blocks are copied: their ``blocks`` are those of the staging's memory.
 
-    ``mark`` is the position behind the copies, and ``part`` what to give back when they are saved.
+    ``mark`` is the position behind the copies, and ``part`` what to give back afterwards.
     """
 
     saves: list[Save]
@@ -76,7 +76,6 @@ class Staging:
         self._memory = None
 
     def free(self, part: int) -> None:
-        """Give back what was staged."""
         self._free.append(part)
 
 

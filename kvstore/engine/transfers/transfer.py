@@ -10,26 +10,106 @@ main thread waits only for the event of one layer, or at the end of a step for t
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loomserve.kvstore.engine.transfers.memory import BlockMemory, BlockPieces, HostStream
-from loomserve.kvstore.engine.transfers.transfer_time import TransferTime
 from loomserve.kvstore.index.radix import KEY_BYTES
-from loomserve.kvstore.server.client import StoreAwayError, StoreClient
-from loomserve.kvstore.server.protocol import Abandon, Commit, Corrupt, Done, Release
+from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.storage.checksum import PAGE, BlockLayout, seed
 
-_logger = logging.getLogger(__name__)
+NOT_HELD = -1
+"""In the place of the number of a block."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Copy of blocks ``[first, first + len(slots))`` of a chain from their slots to ``blocks``.
+
+    ``ahead``: the last block is loaded before the forward pass begins, which will write into it.
+    vLLM writes a layer's new KV before it waits for the layer's load.
+    """
+
+    namespace: bytes
+    keys: bytes
+    first: int
+    slots: Sequence[int]
+    blocks: Sequence[int]
+    lease: int
+    ahead: bool = False
+
+
+@dataclass(frozen=True)
+class Save:
+    """Copy of a chain, which the engine holds in ``blocks``, as far as the store lacks it.
+
+    ``recompute_s`` predicts the seconds to compute one of the blocks again. A reader is on its way,
+    so the blocks stay in memory for ``keep_s``. ``outdated`` is the key of an unfilled block that
+    the first new one takes the place of. Blocks before ``first`` were saved earlier, and are there
+    unless the store has evicted them.
+    """
+
+    namespace: bytes
+    keys: bytes
+    blocks: Sequence[int]
+    recompute_s: float
+    keep_s: float = 0.0
+    outdated: bytes = b""
+    first: int = 0
+
+    @property
+    def new_blocks(self) -> Sequence[int]:
+        return self.blocks[self.first :]
+
+
+class Copied(NamedTuple):
+    """Bytes copied since the start, and the seconds that these copies took."""
+
+    size: int = 0
+    busy_s: float = 0.0
+
+
+class Saved(NamedTuple):
+    """Blocks saved since the start, and what they cost the thread that saves: seconds of a core."""
+
+    blocks: int = 0
+    core_s: float = 0.0
+
+
+@dataclass
+class TransferTime:
+    """Copies of a transfer thread since the start; the forward pass waited ``waited_s`` for them.
+
+    ``copied`` is one object because the engine's thread reads it while the transfer thread copies:
+    bytes without their seconds would be a transfer that took no time.
+    """
+
+    copied: Copied = field(default_factory=Copied)
+    waited_s: float = 0.0
+    saved: Saved = field(default_factory=Saved)
+
+    def add(self, size: int, busy_s: float) -> None:
+        """Count a copy; for the transfer thread alone."""
+        self.copied = Copied(self.copied.size + size, self.copied.busy_s + busy_s)
+
+    def add_saved(self, blocks: int, core_s: float) -> None:
+        """Count a step's saves, asking the store included; for the transfer thread alone."""
+        self.saved = Saved(self.saved.blocks + blocks, self.saved.core_s + core_s)
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the transfers' time that was beside computation, in [0, 1]."""
+        busy_s = self.copied.busy_s
+        return 1.0 - min(1.0, self.waited_s / busy_s) if busy_s else 1.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +156,6 @@ class TransferThread:
 
     @property
     def _most_blocks(self) -> int:
-        """Of a copy."""
         return max(1, self.memory.copy_bytes // self.memory.layer_bytes)
 
     def _runs(
@@ -109,13 +188,6 @@ class TransferThread:
                 blocks = len(run.seeds)
             copies[-1].append(run)
         return copies
-
-    def _tell(self, message: Release | Abandon | Commit | Corrupt) -> None:
-        try:
-            self._store.ask(message, Done)
-        except StoreAwayError as error:
-            # Leases and reservations expire in the store.
-            _logger.debug("%s", error)
 
     def close(self) -> None:
         self._thread.shutdown()

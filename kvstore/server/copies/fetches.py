@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 from loomserve.kvstore.index.radix import KEY_BYTES, key_at
 from loomserve.kvstore.index.sources import Offer, best_offer
 from loomserve.kvstore.peers.network import PeerNetwork
-from loomserve.kvstore.server.allocator import Allocator, Reservation
-from loomserve.kvstore.server.protocol import LinkUsage, Lookup, NetworkUsage
-from loomserve.kvstore.server.spaces import Space, Spaces
+from loomserve.kvstore.server.copies.copy_queue import CopyQueue
+from loomserve.kvstore.server.grants import Reservation
+from loomserve.kvstore.server.memory_tier import MemoryTier
+from loomserve.kvstore.server.protocol import Lookup
 from loomserve.kvstore.storage.arena import ArenaOwner
 from loomserve.kvstore.storage.checksum import BlockLayout, seed
 from loomserve.kvstore.transport.protocol import LONGEST_WAIT_S, FetchRequest
+from loomserve.platform.state.kvstore import KvNetworkState, KvPeerState
 
 _FETCHERS = 4
 _RETRY_S = 1.0
@@ -34,16 +36,6 @@ class Coming(NamedTuple):
 NOTHING_COMES = Coming(0, 0.0)
 
 
-@dataclass(frozen=True)
-class _Fetch:
-    """Blocks of a peer on their way into reserved slots; the result is how many are whole."""
-
-    reservation: Reservation
-    block_s: float
-    ready_at: float
-    done: Future[int]
-
-
 class _Arrivals:
     """Checks blocks as they arrive in reserved slots, and counts those that are whole."""
 
@@ -58,7 +50,6 @@ class _Arrivals:
         """Whether the block that follows those is not whole."""
 
     def __call__(self, came: int) -> bool:
-        """See :class:`Arrived`."""
         while self.whole < came and not self.spoiled:
             view = self._arena.view(self._slots[self.whole], self._layout.slot_bytes)
             if self._layout.check(view, seed(self._namespace, self._keys[self.whole])):
@@ -69,56 +60,35 @@ class _Arrivals:
 
 
 class Fetches:
-    """Fetches under way. A chain's blocks are fetched once, whoever else asks for them."""
-
-    def __init__(
-        self,
-        network: PeerNetwork,
-        arena: ArenaOwner,
-        spaces: Spaces,
-        allocator: Allocator,
-        fetchers: Executor | None = None,
-    ) -> None:
+    def __init__(self, network: PeerNetwork, memory: MemoryTier) -> None:
+        fetchers = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="kv-fetch")
+        self.queue = CopyQueue(memory, fetchers)
         self._network = network
-        self._arena = arena
-        self._spaces = spaces
-        self._allocator = allocator
-        if fetchers is None:
-            fetchers = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="kv-fetch")
-        self._fetchers = fetchers
-        # By namespace and the key of their first block.
-        self._fetches: dict[tuple[bytes, bytes], _Fetch] = {}
-        # When they may be tried again.
+        self._memory = memory
+        # When chains may be tried again, by namespace and key of the first block that is missing.
         self._left_alone: dict[tuple[bytes, bytes], float] = {}
-        self.fetched_blocks = 0
-        self.fetched_bytes = 0
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._fetches)
+        self._fetched_blocks = 0
+        self._fetched_bytes = 0
 
     def knows(self, namespace: bytes) -> bool:
         """Whether blocks of a namespace can be had: one that only peers know is taken over."""
-        if namespace in self._spaces:
+        spaces = self._memory.spaces
+        if namespace in spaces:
             return True
         space = self._network.space(namespace)
-        if space is None:
-            return False
-        layout = BlockLayout(space.layers, space.layer_bytes)
-        return self._spaces.declare(namespace, Space(space.model, layout)) is None
+        return space is not None and spaces.declare(namespace, space) is None
 
     def follow_up(self, request: Lookup, have: int, now: float) -> Coming:
-        """Fetch what of a chain is not among the first ``have`` blocks, which are in memory.
+        """Fetch the blocks of a chain after the first ``have``, which are in memory.
 
         Nothing comes where the engine does not say how long it would compute a block for.
         """
         if not (request.promote and request.block_s) or have * KEY_BYTES >= len(request.keys):
             return NOTHING_COMES
         namespace, keys = request.namespace, request.keys
-        start = (namespace, key_at(keys, have))
-        fetch = self._fetches.get(start)
+        fetch = self.queue.under_way(namespace, key_at(keys, have))
         if fetch is None:
-            if now < self._left_alone.get(start, 0.0):
+            if now < self._left_alone.get((namespace, key_at(keys, have)), 0.0):
                 return NOTHING_COMES
             offer = self._offer(request, have)
             if offer is None:
@@ -126,50 +96,42 @@ class Fetches:
             wait_s = _HANDED_OVER_WAIT_S if request.holder else 0.0
             if not request.holder and offer.in_memory < offer.blocks:
                 wait_s = LONGEST_WAIT_S
-            reservation = self._allocator.reserve(namespace, keys, have, have, offer.blocks, now)
-            if reservation is None:
+            room = self._memory.reserve(namespace, keys, have, have, offer.blocks, now)
+            if room is None:
                 return NOTHING_COMES
-            done = self._fetchers.submit(self._fetch, offer.node, reservation, wait_s)
-            fetch = _Fetch(reservation, request.block_s, now + offer.ready_s, done)
-            self._fetches[start] = fetch
+            fetch = self.queue.begin(
+                room,
+                [partial(self._fetch, offer.node, room, wait_s)],
+                partial(self._ended, room),
+                recompute_s=request.block_s,
+                ready_at=now + offer.ready_s,
+            )
         # What takes longer than predicted is expected to take a little longer still.
         return Coming(len(fetch.reservation.slots), max(fetch.ready_at - now, 1e-3))
 
-    def take_in(self, now: float) -> None:
-        """Put what was fetched into the index."""
-        for start in [start for start, fetch in self._fetches.items() if fetch.done.done()]:
-            fetch = self._fetches.pop(start)
-            whole = fetch.done.result()
-            self._allocator.fill(fetch.reservation, whole, now, fetch.block_s)
-            self.fetched_blocks += whole
-            self.fetched_bytes += whole * self._spaces.slot_bytes(start[0])
-            if whole < len(fetch.reservation.slots):
-                position = fetch.reservation.first + whole
-                self._leave_alone((start[0], key_at(fetch.reservation.keys, position)), now)
-
-    def usage(self) -> NetworkUsage:
-        """Figures of the network and its fetches."""
+    def usage(self) -> KvNetworkState:
         network = self._network
         links = {member.node: network.link(member.node) for member in network.members}
-        return NetworkUsage(
+        return KvNetworkState(
             node=network.node,
-            peers=[
-                LinkUsage(node, link.fetches, link.setup_s, link.bytes_per_s)
+            peers=tuple(
+                KvPeerState(
+                    node=node,
+                    fetches=link.fetches,
+                    setup_s=link.setup_s,
+                    bytes_per_s=link.bytes_per_s,
+                )
                 for node, link in sorted(links.items())
-            ],
+            ),
             directory_blocks=len(network.directory),
             missed_messages=network.directory.gaps,
-            fetched_blocks=self.fetched_blocks,
-            fetched_bytes=self.fetched_bytes,
+            fetched_blocks=self._fetched_blocks,
+            fetched_bytes=self._fetched_bytes,
             failed_fetches=dict(network.failures),
         )
 
-    def close(self) -> None:
-        """Wait for the fetches that have begun; the network has ended by then."""
-        self._fetchers.shutdown(cancel_futures=True)
-
     def _offer(self, request: Lookup, have: int) -> Offer | None:
-        slot_bytes = self._spaces.slot_bytes(request.namespace)
+        slot_bytes = self._memory.spaces.slot_bytes(request.namespace)
         holder, block_s = request.holder, request.block_s
         if not holder:
             holdings = self._network.directory.holdings(request.namespace, request.keys)
@@ -182,25 +144,26 @@ class Fetches:
     def _fetch(self, node: str, reservation: Reservation, wait_s: float) -> int:
         """In a thread: how many blocks came whole."""
         namespace = reservation.namespace
-        layout = self._spaces[namespace].layout
-        end = reservation.first + len(reservation.slots)
-        request = FetchRequest(
-            namespace,
-            reservation.keys[: end * KEY_BYTES],
-            reservation.first,
-            layout.slot_bytes,
-            wait_s,
-        )
-        arrivals = _Arrivals(self._arena, layout, reservation)
-        into = self._arena.runs(reservation.slots, layout.slot_bytes)
+        layout = self._memory.spaces[namespace].layout
+        keys = reservation.keys[: (reservation.first + len(reservation.slots)) * KEY_BYTES]
+        request = FetchRequest(namespace, keys, reservation.first, layout.slot_bytes, wait_s)
+        arena = self._memory.arena
+        arrivals = _Arrivals(arena, layout, reservation)
+        into = arena.runs(reservation.slots, layout.slot_bytes)
         self._network.fetch(node, request, into, arrivals)
         if arrivals.spoiled:
             chain = request.keys[: (request.first + arrivals.whole + 1) * KEY_BYTES]
             self._network.spoiled(node, namespace, chain)
         return arrivals.whole
 
-    def _leave_alone(self, start: tuple[bytes, bytes], now: float) -> None:
+    def _ended(self, reservation: Reservation, whole: int, now: float) -> None:
+        namespace = reservation.namespace
+        self._fetched_blocks += whole
+        self._fetched_bytes += whole * self._memory.spaces.slot_bytes(namespace)
+        if whole == len(reservation.slots):
+            return
         if len(self._left_alone) >= _MOST_LEFT_ALONE:
             self._left_alone = {one: at for one, at in self._left_alone.items() if at > now}
         if len(self._left_alone) < _MOST_LEFT_ALONE:
-            self._left_alone[start] = now + _RETRY_S
+            missing = key_at(reservation.keys, reservation.first + whole)
+            self._left_alone[namespace, missing] = now + _RETRY_S

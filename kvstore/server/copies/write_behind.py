@@ -6,17 +6,12 @@ import logging
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from loomserve.kvstore.index.demotion import Demotion, demotions
-from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.index.recovery import header_at
-from loomserve.kvstore.server.allocator import UNKNOWN_RECOMPUTE_S
-from loomserve.kvstore.server.leases import Leases
-from loomserve.kvstore.server.spaces import Spaces
-from loomserve.kvstore.storage.arena import ArenaOwner
+from loomserve.kvstore.index.selection import Demotion, demotions
+from loomserve.kvstore.server.memory_tier import UNKNOWN_RECOMPUTE_S, MemoryTier
 from loomserve.kvstore.storage.checksum import PAGE
 from loomserve.kvstore.storage.ssd import SsdFullError, SsdTier
 
@@ -42,10 +37,7 @@ class _Written(NamedTuple):
     failed: bool = False
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Leased blocks on their way to SSD."""
-
+class _Batch(NamedTuple):
     demotions: Sequence[Demotion]
     leases: Sequence[int]
     done: Future[_Written]
@@ -56,24 +48,12 @@ class WriteBehind:
 
     While there is room, all of them. A full SSD drops its oldest segment, but only for blocks that
     are to be evicted next, as many as take half of it: the other half is for what has been evicted,
-    and of blocks dropped and written again there is an end. One that fails is left alone for a
-    while.
+    and so blocks are not dropped and written again for ever. One that fails is left alone a while.
     """
 
-    def __init__(
-        self,
-        ssd: SsdTier,
-        index: Index,
-        arena: ArenaOwner,
-        spaces: Spaces,
-        leases: Leases,
-        thread: Executor | None = None,
-    ) -> None:
+    def __init__(self, ssd: SsdTier, memory: MemoryTier, thread: Executor | None = None) -> None:
         self._ssd = ssd
-        self._index = index
-        self._arena = arena
-        self._spaces = spaces
-        self._leases = leases
+        self._memory = memory
         if thread is None:
             thread = ThreadPoolExecutor(1, thread_name_prefix="kv-ssd-write")
         self._thread = thread
@@ -89,12 +69,10 @@ class WriteBehind:
     def busy(self) -> bool:
         return self._batch is not None
 
-    def tick(self, now: float) -> None:
-        """Take in a batch that is written, and begin one while memory fills."""
-        if self._batch is not None and self._batch.done.done():
-            batch, self._batch = self._batch, None
-            self._take_in(batch, now)
-        filling = self._arena.used_bytes > _ABOVE * self._arena.capacity_bytes
+    def begin(self, now: float) -> None:
+        """Begin a batch, if none is under way, while memory fills."""
+        arena = self._memory.arena
+        filling = arena.used_bytes > _ABOVE * arena.capacity_bytes
         if filling and self._batch is None and now >= self._not_before:
             self._begin(now)
 
@@ -104,7 +82,8 @@ class WriteBehind:
 
     def _begin(self, now: float) -> None:
         mirror = max(self._held, self._ssd.used_bytes) // 2 if self._held else sys.maxsize
-        found = demotions(self._index.order(None, now), _BATCH_BLOCKS, mirror, self._record_bytes)
+        order = self._memory.index.order(None, now)
+        found = demotions(order, _BATCH_BLOCKS, mirror, self._record_bytes)
         if not found or (self._full and not self._earned(mirror)):
             self._not_before = now + _PAUSE_S
             return
@@ -114,21 +93,20 @@ class WriteBehind:
                 self._not_before = now + _FAILED_PAUSE_S
                 return
         leases = [
-            self._leases.hold(namespace, keys, len(keys) // KEY_BYTES, now)
+            self._memory.leases.hold(namespace, keys, len(keys) // KEY_BYTES, now)
             for namespace, keys, *_ in found
         ]
         self._batch = _Batch(found, leases, self._thread.submit(self._write, found))
 
     def _write(self, found: Sequence[Demotion]) -> _Written:
-        """In the thread."""
         locations: list[list[int]] = []
         for namespace, keys, first, slots in found:
             locations.append([])
-            slot_bytes = self._spaces.slot_bytes(namespace)
+            slot_bytes = self._memory.spaces.slot_bytes(namespace)
             for position, slot in enumerate(slots, first):
                 header = header_at(namespace, keys, position)
                 try:
-                    location = self._ssd.write(header, self._arena.view(slot, slot_bytes))
+                    location = self._ssd.write(header, self._memory.arena.view(slot, slot_bytes))
                 except SsdFullError:
                     return _Written(locations, full=True)
                 except OSError as error:
@@ -137,25 +115,32 @@ class WriteBehind:
                 locations[-1].append(location)
         return _Written(locations)
 
-    def _take_in(self, batch: _Batch, now: float) -> None:
-        self._leases.release(batch.leases)
+    def take_in(self, now: float) -> None:
+        """Put a batch that is written into the index."""
+        batch = self._batch
+        if batch is None or not batch.done.done():
+            return
+        self._batch = None
+        self._memory.leases.release(batch.leases)
         written = batch.done.result()
         for (namespace, keys, first, _), locations in zip(
             batch.demotions, written.locations, strict=False
         ):
-            self._index.insert_ssd(namespace, keys, first, locations, now, UNKNOWN_RECOMPUTE_S)
+            self._memory.index.insert_ssd(
+                namespace, keys, first, locations, now, UNKNOWN_RECOMPUTE_S
+            )
         if written.full:
             self._full, self._held = True, self._ssd.used_bytes
         if written.failed:
             self._not_before = now + _FAILED_PAUSE_S
 
     def _record_bytes(self, namespace: bytes) -> int:
-        return PAGE + self._spaces.slot_bytes(namespace)
+        return PAGE + self._memory.spaces.slot_bytes(namespace)
 
     def _evicted_bytes(self) -> int:
         return sum(
-            self._index.stats(namespace).evictions * self._record_bytes(namespace)
-            for namespace, _ in self._spaces.items()
+            self._memory.index.stats(namespace).evictions * self._record_bytes(namespace)
+            for namespace, _ in self._memory.spaces.items()
         )
 
     def _earned(self, most: int) -> bool:
@@ -170,7 +155,7 @@ class WriteBehind:
         # Others may have filled the disk.
         used = self._ssd.used_bytes
         try:
-            self._index.drop_ssd(self._ssd.drop_oldest_segment())
+            self._memory.index.drop_ssd(self._ssd.drop_oldest_segment())
         except OSError as error:
             _logger.warning("cannot make room for KV blocks on SSD: %s", error)
         freed = used - self._ssd.used_bytes

@@ -8,11 +8,10 @@ be used twice until the next.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-
-from loomserve.platform.access.policy.slices import slices, whole_slices
 
 EXCHANGE_S = 1.0
 """How often a gateway asks."""
@@ -201,3 +200,33 @@ class Pool:
                 # It may have used all that it had of a rate.
                 self._left -= max(0.0, each.in_hand)
                 self.leave(name)
+
+
+def slices(demands: Mapping[str, float], limit: float) -> dict[str, float]:
+    """Divide a limit by demand, max-min fair; the sum is the limit.
+
+    Nobody gets less than its demand while another gets more than an equal part. What nobody asks
+    for is divided evenly, so that the next one to ask has some.
+    """
+    given, left, asking = dict[str, float](), max(0.0, limit), len(demands)
+    for name, demand in sorted(demands.items(), key=lambda each: (each[1], each[0])):
+        given[name] = min(max(0.0, demand), left / asking)
+        left -= given[name]
+        asking -= 1
+    return {name: part + left / len(demands) for name, part in given.items()}
+
+
+def whole_slices(demands: Mapping[str, float], limit: int, turn: int) -> dict[str, int]:
+    """Integer division by demand; the remainder rotates with the turns."""
+    parts = slices(demands, limit)
+    whole = {name: math.floor(part) for name, part in parts.items()}
+    odd = max(0, limit) - sum(whole.values())
+    names = sorted(parts)
+
+    def first(name: str) -> tuple[bool, int]:
+        waits = demands[name] > whole[name]
+        return not waits, (names.index(name) + turn) % len(names)
+
+    for name in sorted(names, key=first)[:odd]:
+        whole[name] += 1
+    return whole

@@ -13,11 +13,9 @@ _BITS = 52
 def present(
     weights: Mapping[str, int], standings: Iterable[Callable[[str], bool]]
 ) -> dict[str, int]:
-    """The models to choose from: those of the best standing that any of them has.
+    """The models to choose from: those of weight above 0 with the best standing that any has.
 
-    Args:
-        weights: of each model of an alias; those of weight 0 are never chosen.
-        standings: what a model may be, the best first; models that are none of it are left out.
+    ``standings``: predicates, the best first; models for which none holds are left out.
     """
     wanted = {model: weight for model, weight in weights.items() if weight > 0}
     for holds in standings:
@@ -41,8 +39,8 @@ def by_client(weights: Mapping[str, int], alias: str, client: str) -> str:
     """The model of a client: the same one, as long as weights stay as they are.
 
     Weighted rendezvous hashing: each model draws a time for the client, exponential with its weight
-    as the rate, and the first one has it. So a model whose weight grows takes clients from the
-    others and gives none away, in proportion; and other aliases split the same clients otherwise.
+    as the rate; the first one has it. A model whose weight grows takes clients from others in
+    proportion and gives none away; other aliases split the same clients otherwise.
     """
     return min(
         (model for model, weight in weights.items() if weight > 0),

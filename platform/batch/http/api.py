@@ -62,10 +62,7 @@ class BatchApi:
     def __init__(
         self, lane: BatchLane, store: BatchStore, folder: BatchFolder, options: Batch
     ) -> None:
-        self._lane = lane
-        self._store = store
-        self._folder = folder
-        self._options = options
+        self._lane, self._store, self._folder, self._options = lane, store, folder, options
         self._quota = BatchQuota(
             options.max_bytes_per_key, options.max_batches_per_key, options.max_unended_lines
         )

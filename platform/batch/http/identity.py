@@ -18,26 +18,16 @@ FRESH_S = 30.0
 
 
 def sign(token: str, owner: str, method: str, target: str, now_s: float) -> str:
-    """The field's value.
-
-    Args:
-        token: the platform's internal token.
-        owner: name of the request's API key, or nothing.
-        method: as in the request's line.
-        target: path and query, as in the request's line.
-        now_s: seconds of the monotonic clock of the lane's node.
-    """
+    """The field's value for a request's method and target, its path and query. ``owner`` is the
+    name of its API key, or nothing; ``now_s`` is of the monotonic clock of the lane's node."""
     signed_ms = str(int(now_s * 1000))
     name = base64.urlsafe_b64encode(owner.encode()).decode()
     return f"{signed_ms}.{name}.{_code(token, signed_ms, name, method, target)}"
 
 
 def owner_of(token: str, field: str, method: str, target: str, now_s: float) -> str:
-    """The owner that a field names.
-
-    Raises:
-        Forbidden: the field was not made with the token, for this request, at this time.
-    """
+    """The owner that a field names. Raises Forbidden if the field was not made with the token, for
+    this request, at this time."""
     signed_ms, _, rest = field.partition(".")
     name, _, code = rest.partition(".")
     expected = _code(token, signed_ms, name, method, target)

@@ -41,12 +41,8 @@ class Upload:
         self._whole = False
 
     async def read(self, content_type: str, stream: AsyncIterator[bytes]) -> None:
-        """Read the whole form, and sync the file to disk.
-
-        Raises:
-            BadRequest: it is no form, it is cut off, or it has no file.
-            BodyTooLarge: the file is larger than ``max_bytes``.
-        """
+        """Read the whole form, and sync the file to disk. Raises BadRequest if it is no form, it is
+        cut off, or it has no file; BodyTooLarge if the file is larger than ``max_bytes``."""
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary:
@@ -129,11 +125,8 @@ class Upload:
 
 
 async def paced(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The stream, as long as it is not too slow.
-
-    Raises:
-        RequestTimeout: too little came for too long.
-    """
+    """The stream, as long as it is not too slow. Raises RequestTimeout if too little came for too
+    long."""
     loop = asyncio.get_running_loop()
     until, come = loop.time() + _PACE_S, 0
     chunks = aiter(stream)
@@ -156,10 +149,7 @@ async def paced(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 def expiry_seconds(fields: Mapping[str, object]) -> int | None:
     """Seconds of OpenAI's ``expires_after``, from a form or an object; None: it is not given.
-
-    Raises:
-        BadRequest: the anchor or the seconds are not allowed.
-    """
+    Raises BadRequest if the anchor or the seconds are not allowed."""
     anchor, seconds = fields.get("anchor"), fields.get("seconds")
     if anchor is None and seconds is None:
         return None

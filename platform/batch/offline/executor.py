@@ -36,10 +36,9 @@ class OutOfMemoryError(LoomserveError):
 
 @dataclass(frozen=True, slots=True)
 class OfflineRequest:
-    """A prompt of at least one token; its answer ends at an end token or at ``max_tokens``.
+    """A prompt of at least one token id; its answer ends at an end token or at ``max_tokens``.
 
     Attributes:
-        prompt: Token ids.
         temperature: 0: greedy.
         top_p: Only the most probable tokens that together have this share are drawn; above 0.
         seed: Seed of the draws, which then do not depend on the rest of the batch; None: random.
@@ -65,16 +64,11 @@ class OfflineExecutor:
         dtype: str = "auto",
         revision: str | None = None,
     ) -> None:
-        """Load a model.
+        """Load a model, with so many torch threads of the whole process.
 
-        Args:
-            threads: torch's threads, of the whole process.
-            kv_bytes: Budget of a batch's KV, not an allocation. A batch that crosses it ends as if
-                memory were full: running into the real limit of main memory is not safe.
-            revision: of a hub id.
-
-        Raises:
-            ConfigError: transformers cannot run it in batches; see :func:`check`.
+        ``kv_bytes`` is the budget of a batch's KV, not an allocation. A batch that crosses it ends
+        as if memory were full: running into the real limit of main memory is not safe. Raises
+        ConfigError as :func:`check` if transformers cannot run it in batches.
         """
         torch.set_num_threads(threads)
         self._model: Any = AutoModelForCausalLM.from_pretrained(
@@ -99,12 +93,9 @@ class OfflineExecutor:
         """Compute a batch, and return the answers' token ids, end tokens included.
 
         Before each step ``left`` returns the places of requests that nobody waits for any more:
-        their answers end there, and the batch does not go on for them.
-
-        Raises:
-            OutOfMemoryError: β·(L + g)·Δ crossed the budget before each answer's g-th token; what
-                was computed is lost.
-            ValueError: a request is empty, or longer than the model's context.
+        their answers end there, and the batch does not go on for them. Raises OutOfMemoryError if
+        β·(L + g)·Δ crosses the budget before each answer's g-th token, and what was computed is
+        lost; ValueError if a request is empty, or longer than the model's context.
         """
         for one in requests:
             if not one.prompt or one.max_tokens < 1:
@@ -180,13 +171,9 @@ class _Draw:
 
 
 def check(model: Path | str, revision: str | None = None) -> None:
-    """Check that :class:`OfflineExecutor` can run a model, without reading weights.
-
-    Raises:
-        ConfigError: transformers does not know it as a language model, or it cannot run padded
-            batches with a KV cache.
-        OSError: it cannot be read or fetched.
-    """
+    """Check that :class:`OfflineExecutor` can run a model, without reading weights. Raises
+    ConfigError if transformers does not know it as a language model, or it cannot run padded
+    batches with a KV cache; OSError if it cannot be read or fetched."""
     try:
         config = AutoConfig.from_pretrained(model, revision=revision)
         _context(config)

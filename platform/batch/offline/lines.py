@@ -67,10 +67,7 @@ class OfflineLines:
         self._executor = executor
 
     def read(self, line: OfflineLine) -> OfflineRequest:
-        """
-        Raises:
-            BadRequest: the request cannot be answered by this model; says why.
-        """
+        """Raises BadRequest, which says why, if the request cannot be answered by this model."""
         asked = _parsed(line)
         try:
             prompt = self._prompt(asked)

@@ -15,11 +15,8 @@ from loomserve.platform.models import catalog
 
 def check_offline_models(config: Config, base: Path, say: Callable[[str], None]) -> float:
     """Fetch and check all offline models, and return the bytes of memory that they will take.
-
-    Raises:
-        ConfigError: a source is wrong, or transformers cannot run it in batches.
-        StartError: a model cannot be fetched.
-    """
+    Raises ConfigError if a source is wrong, or transformers cannot run it in batches; StartError if
+    a model cannot be fetched."""
     needed = 0.0
     for model in config.offline_models:
         source = catalog.resolve(model.source, base, progress=say, revision=model.revision)

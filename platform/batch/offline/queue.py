@@ -77,14 +77,10 @@ class OfflineQueue:
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._name = name
-        self._start = start
-        self._kv_bytes = kv_bytes
-        self._places = places
+        self._name, self._start, self._predictor = name, start, predictor
+        self._kv_bytes, self._places = kv_bytes, places
         self._rules = rules or Batching()
-        self._predictor = predictor
-        self._clock = clock
-        self._pause = pause
+        self._clock, self._pause = clock, pause
         self._worker: OfflineWorker | None = None
         self._facts: OfflineFacts | None = None
         self._queue: BatchQueue | None = None
@@ -107,7 +103,6 @@ class OfflineQueue:
 
     @property
     def state(self) -> OfflineModelState:
-        """The model, for operators."""
         return OfflineModelState(
             name=self._name,
             ready=self._worker is not None,

@@ -44,11 +44,7 @@ class OfflineWorker(Protocol):
         ...
 
     async def prompt_tokens(self, line: OfflineLine) -> int:
-        """Tokens of a line's prompt.
-
-        Raises:
-            BadRequest: the model cannot answer the line.
-        """
+        """Tokens of a line's prompt. Raises BadRequest if the model cannot answer the line."""
         ...
 
     async def run(self, lines: Sequence[OfflineLine]) -> Sequence[OfflineAnswer] | None:

@@ -11,7 +11,7 @@ about to miss its deadline, else of the one that has had the least; of that batc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 # Shares of an engine's places and KV memory that lines leave to online requests to come.
@@ -21,13 +21,8 @@ _MEMORY_LEFT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class LineWork:
-    """KV that a line holds and may still need; tokens of each sequence.
-
-    Attributes:
-        held: Tokens that a sequence holds: its prompt, and what has been generated.
-        left: Tokens that it is predicted to generate yet, at most.
-        sequences: Sequences of the line, which the engine computes at once.
-    """
+    """Tokens of KV that each sequence of a line holds, of its prompt and of what has been
+    generated, and those that it is predicted to generate yet, at most."""
 
     held: float
     left: float
@@ -41,7 +36,6 @@ class InFlightLine:
     Attributes:
         measured: The engine had it at the measurement.
         ended: It has ended since.
-        batch: Its batch.
         alone: No other line may be beside it.
     """
 
@@ -58,10 +52,8 @@ class EngineCapacity:
 
     Attributes:
         places: Most sequences that it computes at once.
-        capacity: Its KV memory, tokens.
+        capacity: Its KV memory, tokens, of which ``used`` are in use.
         running: Requests that it computed at the measurement, lines among them.
-        waiting: Requests in its queue.
-        used: KV in use, tokens.
     """
 
     id: str
@@ -87,9 +79,7 @@ class LineQueue:
     """A batch's lines for one model, the shortest expected first.
 
     Attributes:
-        owner: Name of the API key.
-        owner_served: Tokens that lines of the key have had.
-        served: Tokens that lines of the batch have had.
+        owner_served, served: Tokens that lines of the key, and of the batch, have had.
         deadline_s: The end of its window, Unix seconds.
         late: The batch is about to miss its deadline.
         alone: Its lines share no engine with each other or with others.
@@ -119,11 +109,9 @@ class LineStart:
 def admit(
     engines: Sequence[EngineCapacity], queues: Sequence[LineQueue], most: int
 ) -> list[LineStart]:
-    """Choose at most ``most`` lines of one model to start now, and their engines.
-
-    No line overtakes one that fits nowhere, which else would wait as long as shorter ones come. A
-    batch that is on as many engines as it may be holds nobody up.
-    """
+    """Choose at most ``most`` lines of one model to start now, and their engines. No line overtakes
+    one that fits nowhere, which else would wait as long as shorter ones come. A batch that is on as
+    many engines as it may be holds nobody up."""
     everywhere = [_Room(engine) for engine in engines]
     rooms = [room for room in everywhere if room.engine.waiting == 0]
     known = {queue.batch: queue for queue in queues}
@@ -218,3 +206,26 @@ class _Room:
 def _turn(queue: LineQueue, owner_served: float, served: float) -> tuple[object, ...]:
     urgency = queue.deadline_s if queue.late else 0.0
     return owner_served, queue.owner, not queue.late, urgency, served, queue.batch
+
+
+class TokenCounters:
+    """Counters of tokens served, by key and by batch. The counter of a newcomer is lifted to the
+    least of those that wait already. At zero it would get everything until it had caught up with a
+    past in which it asked for nothing (Sheng et al., OSDI 2024, algorithm 2)."""
+
+    def __init__(self) -> None:
+        self._served: dict[Hashable, float] = {}
+
+    def join(self, who: Hashable, waiting: Iterable[Hashable]) -> None:
+        """Let ``who`` wait for its turn, beside others that wait already."""
+        least = min((self.of(other) for other in waiting if other != who), default=0.0)
+        self._served[who] = max(self.of(who), least)
+
+    def add(self, who: Hashable, tokens: float) -> None:
+        self._served[who] = self.of(who) + tokens
+
+    def of(self, who: Hashable) -> float:
+        return self._served.get(who, 0.0)
+
+    def forget(self, who: Hashable) -> None:
+        self._served.pop(who, None)

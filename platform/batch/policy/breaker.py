@@ -33,11 +33,9 @@ class CircuitBreaker:
         return model in self._suspects.values()
 
     def most_engines(self, model: str) -> int | None:
-        """Most engines that may have lines at once while one of a model is chosen; None: any.
-
-        Of a batch of which no line has been computed nothing is known, so it has one; of one that
-        is tested, no more than may still end.
-        """
+        """Most engines that may have lines at once while one of a model is chosen; None: any. Of a
+        batch of which no line has been computed nothing is known, so it has one; of one that is
+        tested, no more than may still end."""
         if self.is_testing(model):
             return max(1, MOST_ENDS - len(self._ends))
         return None if self._known else 1
@@ -46,20 +44,16 @@ class CircuitBreaker:
         return number in self._suspects
 
     def ended(self, engine: str, number: int, model: str, *, alone: bool) -> None:
-        """Note that an engine ended while it had a line; its name is no other engine's ever.
-
-        ``alone``: it had no other line.
-        """
+        """Note that an engine ended while it had a line (``alone``: no other); no other engine ever
+        has its name."""
         self._ends.setdefault(engine, set()).add(number)
         if alone:
             self._alone.add(engine)
         self._suspects[number] = model
 
     def answered(self, number: int, *, computed: bool) -> None:
-        """Note that a line has its answer, so that it is not what an engine ended of.
-
-        ``computed``: an engine has computed it, and not only refused it.
-        """
+        """Note that a line has its answer, so that it is not what an engine ended of. ``computed``:
+        an engine has computed it, and not only refused it."""
         self._known = self._known or computed
         self._suspects.pop(number, None)
         for engine in [*self._ends]:

@@ -30,10 +30,8 @@ class LineLength:
 
 
 class LineLengths:
-    """Lengths of one batch's lines: predictions from their texts where there are any.
-
-    Else the mean and the spread of the batch's finished lines (Welford's algorithm).
-    """
+    """Lengths of one batch's lines: predictions from their texts where there are any. Else the mean
+    and the spread of the batch's finished lines (Welford's algorithm)."""
 
     def __init__(self) -> None:
         self._estimated: dict[int, LineLength] = {}
@@ -44,7 +42,6 @@ class LineLengths:
         self._prompt_tokens = 0
 
     def set_estimates(self, found: Mapping[int, LineLength]) -> None:
-        """Use predictions from lines' texts, by line number."""
         self._estimated.update(found)
 
     def predict(self, line: BatchLine, longest: int) -> LineLength:

@@ -8,8 +8,7 @@ from typing import Any, BinaryIO
 
 from loomserve.platform.batch.policy.objects import LineError
 from loomserve.platform.requests.endpoints import ENDPOINTS
-from loomserve.platform.requests.policy.documents import sequences
-from loomserve.platform.requests.policy.sequences import longest
+from loomserve.platform.requests.policy.sequences import longest, sequences
 
 # A file full of the same mistake needs no error for each line.
 _MOST_ERRORS = 100
@@ -20,12 +19,10 @@ _ENVELOPE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """A request of a batch, without its body.
+    """A request of a batch, without its body: line ``number``, from 1, of ``size`` bytes at
+    ``offset``.
 
     Attributes:
-        number: Number of its line in the file, from 1.
-        offset: Where the line begins in the file, bytes.
-        size: Length of the line, bytes.
         max_tokens: Most tokens of one answer; None: the model's own bound.
         sequences: Answers that the engine computes at once for it.
         attempts: How often engines have failed on it.

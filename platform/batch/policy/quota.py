@@ -12,23 +12,15 @@ _RETRY_AFTER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class BatchQuota:
-    """Bounds of what is kept.
-
-    Attributes:
-        bytes_per_key: Most bytes of a key's files, answers among them.
-        batches_per_key: Most batches of a key that have not ended.
-        unended_lines: Most lines of all batches that have not ended.
-    """
+    """Most bytes of a key's files (answers among them), batches of a key that have not ended, and
+    lines of all such batches."""
 
     bytes_per_key: int
     batches_per_key: int
     unended_lines: int
 
     def check_bytes(self, count: int) -> None:
-        """
-        Raises:
-            BodyTooLarge: a key's files would have so many bytes.
-        """
+        """Raises BodyTooLarge if a key's files would have so many bytes."""
         if count > self.bytes_per_key:
             raise BodyTooLarge(
                 f"With this file your key's files would have more than {self.bytes_per_key} bytes, "
@@ -39,14 +31,8 @@ class BatchQuota:
             )
 
     def check_batches(self, unended: int, lines: int) -> None:
-        """
-        Args:
-            unended: the key's batches that have not ended.
-            lines: of all batches that have not ended.
-
-        Raises:
-            TooManyRequests: there is no room for one batch more.
-        """
+        """Raises TooManyRequests if a key's ``unended`` batches, or all keys' ``lines``, leave no
+        room."""
         if unended >= self.batches_per_key:
             raise TooManyRequests(
                 f"Your key has {unended} batches that have not ended. Wait for one to end or "

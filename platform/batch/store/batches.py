@@ -28,12 +28,9 @@ class BatchTable:
         self._database = database
 
     def add(self, batch: BatchRecord, quota: BatchQuota | None = None) -> None:
-        """Add a batch, within a quota if one is given.
-
-        Raises:
-            BadRequest: its input file is not there, or not for batches.
-            TooManyRequests: there are as many batches as the quota allows.
-        """
+        """Add a batch, within a quota if one is given. Raises BadRequest if its input file is not
+        there, or not for batches; TooManyRequests if there are as many batches as the quota
+        allows."""
         with self._database.transaction() as db:
             if quota is not None:
                 quota.check_batches(_unended(db, batch.owner), _unended_lines(db))
@@ -54,11 +51,8 @@ class BatchTable:
             schema.insert(db, "batches", schema.batch_values(batch))
 
     def get(self, owner: str | None, batch_id: str) -> BatchRecord:
-        """An owner's batch, or anybody's (None).
-
-        Raises:
-            NotFound: there is none, or it is another's.
-        """
+        """An owner's batch, or anybody's (None). Raises NotFound if there is none, or it is
+        another's."""
         rows = self._database.read(
             "SELECT * FROM batches WHERE id = ? AND (? IS NULL OR owner = ?)",
             *(batch_id, owner, owner),
@@ -70,11 +64,8 @@ class BatchTable:
     def page(
         self, owner: str | None, *, after: str | None, limit: int
     ) -> tuple[list[BatchRecord], bool]:
-        """A page of an owner's batches, or of all (None), and whether there are more.
-
-        Raises:
-            NotFound: ``after`` is none of them.
-        """
+        """A page of an owner's batches, or of all (None), and whether there are more. Raises
+        NotFound as :func:`.schema.page`."""
         rows = schema.page(self._database, "batches", owner, after, limit, True)
         return [schema.batch_of(row) for row in rows[:limit]], len(rows) > limit
 
@@ -91,16 +82,12 @@ class BatchTable:
             return _unended_lines(db)
 
     def counts(self) -> dict[BatchStatus, int]:
-        """Batches by status."""
         rows = self._database.read("SELECT status, COUNT(*) AS n FROM batches GROUP BY status")
         return {BatchStatus(row["status"]): row["n"] for row in rows}
 
     def begin(self, batch_id: str, lines: Sequence[BatchLine], now: float) -> bool:
-        """Start a batch whose file is right: its lines may be answered from now on.
-
-        Returns:
-            False: the batch was cancelled meanwhile.
-        """
+        """Let the lines of a batch be answered, whose file is right; False: it was cancelled
+        meanwhile."""
         with self._database.transaction() as db:
             if not _move(db, batch_id, BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, now):
                 return False
@@ -113,11 +100,7 @@ class BatchTable:
         return True
 
     def fail(self, batch_id: str, errors: Sequence[LineError], now: float) -> bool:
-        """End a batch whose file is wrong.
-
-        Returns:
-            False: the batch was cancelled meanwhile.
-        """
+        """End a batch whose file is wrong; False: it was cancelled meanwhile."""
         with self._database.transaction() as db:
             if not _move(db, batch_id, BatchStatus.VALIDATING, BatchStatus.FAILED, now):
                 return False
@@ -126,10 +109,7 @@ class BatchTable:
 
     def give_up(self, batch_id: str, errors: Sequence[LineError], now: float) -> bool:
         """Fail a batch that cannot be worked on, where it stands; its lines stay for the operator.
-
-        Returns:
-            False: it has ended.
-        """
+        False: it has ended."""
         with self._database.transaction() as db:
             status = _one(db, batch_id).status
             if BatchStatus.FAILED not in TRANSITIONS[status]:
@@ -139,12 +119,8 @@ class BatchTable:
         return True
 
     def cancel(self, owner: str | None, batch_id: str, now: float) -> BatchRecord:
-        """Accept no more answers to a batch's lines; a batch that is cancelling stays so.
-
-        Raises:
-            NotFound: there is none, or it is another's.
-            Conflict: it has ended, or is about to.
-        """
+        """Accept no more answers to a batch's lines; a batch that is cancelling stays so. Raises
+        NotFound if there is none, or it is another's; Conflict if it has ended, or is about to."""
         self.get(owner, batch_id)
         with self._database.transaction() as db:
             batch = _one(db, batch_id)
@@ -158,10 +134,7 @@ class BatchTable:
         self, batch_id: str, ending: BatchStatus, now: float, errors: Sequence[LineError] = ()
     ) -> bool:
         """Accept no more answers; the batch will end as ``ending``: completed, expired or failed.
-
-        Returns:
-            False: it is ending already, or was cancelled.
-        """
+        False: it is ending already, or was cancelled."""
         with self._database.transaction() as db:
             status = _one(db, batch_id).status
             if BatchStatus.FINALIZING not in TRANSITIONS[status]:
@@ -175,10 +148,8 @@ class BatchTable:
     def finish(
         self, batch_id: str, output: FileRecord | None, errors: FileRecord | None, now: float
     ) -> BatchRecord:
-        """End a batch that is finalizing or cancelling, add its files and delete its lines.
-
-        Lines without an answer count as failed.
-        """
+        """End a batch that is finalizing or cancelling, add its files and delete its lines. Lines
+        without an answer count as failed."""
         with self._database.transaction() as db:
             batch = _one(db, batch_id)
             ending = (

@@ -19,26 +19,19 @@ class FileTable:
         self._database = database
 
     def add(self, file: FileRecord, quota: BatchQuota | None = None) -> None:
-        """Add a file, within a quota if one is given.
-
-        Raises:
-            BodyTooLarge: its owner's files would have more bytes than the quota allows.
-        """
+        """Add a file, within a quota if one is given. Raises BodyTooLarge if its owner's files
+        would have more bytes than the quota allows."""
         with self._database.transaction() as db:
             if quota is not None:
                 quota.check_bytes(_bytes_of(db, file.owner) + file.bytes)
             schema.insert(db, "files", file.model_dump())
 
     def bytes_of(self, owner: str) -> int:
-        """Bytes of all of an owner's files."""
         with self._database.transaction() as db:
             return _bytes_of(db, owner)
 
     def get(self, owner: str, file_id: str) -> FileRecord:
-        """
-        Raises:
-            NotFound: there is none, or it is another's.
-        """
+        """Raises NotFound if there is none, or it is another's."""
         rows = self._database.read("SELECT * FROM files WHERE id = ? AND owner = ?", file_id, owner)
         if not rows:
             raise NotFound(f"No such File object: {file_id}", param="id")
@@ -47,11 +40,8 @@ class FileTable:
     def page(
         self, owner: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
     ) -> tuple[list[FileRecord], bool]:
-        """A page of an owner's files, and whether there are more.
-
-        Raises:
-            NotFound: ``after`` is none of the owner's files.
-        """
+        """A page of an owner's files, and whether there are more. Raises NotFound as
+        :func:`.schema.page`."""
         rows = schema.page(
             *(self._database, "files", owner, after, limit, newest_first),
             condition="(? IS NULL OR purpose = ?)",
@@ -60,11 +50,8 @@ class FileTable:
         return [schema.file_of(row) for row in rows[:limit]], len(rows) > limit
 
     def delete(self, owner: str, file_id: str) -> None:
-        """
-        Raises:
-            NotFound: there is none, or it is another's.
-            Conflict: a batch still reads it.
-        """
+        """Raises NotFound if there is none, or it is another's; Conflict if a batch reads it
+        still."""
         self.get(owner, file_id)
         with self._database.transaction() as db:
             if file_id in _read_by_batches(db):

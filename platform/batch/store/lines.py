@@ -16,12 +16,8 @@ _ROWS_AT_ONCE = 1000
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """The answer to a line, as it is stored.
-
-    Attributes:
-        ok: True: it goes to the output file; False: to the error file.
-        text: The whole line of that file, without the newline.
-    """
+    """The answer to a line: the whole line of the output file (``ok``) or error file, without
+    newline."""
 
     batch_id: str
     number: int
@@ -46,10 +42,8 @@ class LineTable:
         return [schema.line_of(row) for row in rows]
 
     def answer(self, answers: Sequence[StoredAnswer]) -> list[bool]:
-        """Store answers, and return for each whether it counts.
-
-        It does not if its line has an answer already, or its batch takes none any more.
-        """
+        """Store answers, and return for each whether it counts. It does not if its line has an
+        answer already, or its batch takes none any more."""
         with self._database.transaction() as db:
             return [_answer(db, answer) for answer in answers]
 
@@ -65,9 +59,7 @@ class LineTable:
 
     def answers(self, batch_id: str) -> Iterator[tuple[str, bool, bytes | None]]:
         """Yield each line's custom_id, whether its answer is good, and the answer if it has one.
-
-        They are read beside other transactions: nothing changes in a batch that ends.
-        """
+        They are read beside other transactions: nothing changes in a batch that ends."""
         with self._database.reader() as db:
             last = 0
             while rows := db.execute(

@@ -78,10 +78,7 @@ CREATE INDEX unanswered_lines ON lines (batch) WHERE ok IS NULL;
 
 
 def open_database(path: Path) -> Database:
-    """
-    Raises:
-        StartError: the file is no database, or of another version.
-    """
+    """Raises StartError if the file is no database, or of another version."""
     try:
         return Database(path, _SCHEMA, busy_timeout_s=_BUSY_TIMEOUT_S)
     except OtherVersionError as error:
@@ -134,11 +131,8 @@ def page(
     condition: str = "(? IS NULL OR ?)",
     value: str | None = None,
 ) -> list[sqlite3.Row]:
-    """A page of an owner's rows (None: of everybody's), and one row more if there is one.
-
-    Raises:
-        NotFound: ``after`` is the id of no such row.
-    """
+    """A page of an owner's rows (None: of everybody's), and one row more if there is one. Raises
+    NotFound if ``after`` is the id of no such row."""
     owned = "(? IS NULL OR owner = ?)"
     beyond, order = ("<", "DESC") if newest_first else (">", "ASC")
     start = 2**62 if newest_first else 0

@@ -9,25 +9,27 @@ has begun to end it gets none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from loomserve.platform.batch.store import schema
 from loomserve.platform.batch.store.batches import BatchTable
 from loomserve.platform.batch.store.files import FileTable
 from loomserve.platform.batch.store.lines import LineTable
 
+R = TypeVar("R")
+
 
 class BatchStore:
     """The lane's database: its tables, safe to call from several threads."""
 
     def __init__(self, path: Path) -> None:
-        """Take over from an earlier lane.
-
-        Raises:
-            StartError: the file is no database, or of another version.
-        """
+        """Take over from an earlier lane. Raises StartError if the file is no database, or of
+        another version."""
         self._database = schema.open_database(path)
         self.generation = self._database.take_over()
         """Of this lane: no other has it, and later ones have later ones."""
@@ -36,21 +38,29 @@ class BatchStore:
         self.lines = LineTable(self._database)
 
     def check_owner(self) -> None:
-        """
-        Raises:
-            TakenOver: another lane has taken over.
-        """
+        """Raises TakenOver if another lane has taken over."""
         self._database.check_owner()
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Nobody takes over while the block runs.
-
-        Raises:
-            TakenOver: another lane has taken over.
-        """
+        """Nobody takes over while the block runs. Raises TakenOver if another lane has taken
+        over."""
         with self._database.transaction():
             yield
 
     def close(self) -> None:
         self._database.close()
+
+
+class StoreThread:
+    """One thread for all reads and writes: SQLite syncs to disk, which would hold up the loop."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "batch-store")
+
+    async def call(self, work: Callable[..., R], *given: Any) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *given)
+
+    def close(self) -> None:
+        """Wait for work that has begun, and end the thread."""
+        self._thread.shutdown(wait=True)

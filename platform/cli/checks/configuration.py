@@ -26,25 +26,12 @@ Say = Callable[[str], None]
 
 
 def check_configuration(config: Config, base: Path, say: Say) -> None:
-    """Check a configuration's models and keys; nothing is fetched, and no engine starts.
-
-    Args:
-        config: as it was read.
-        base: its folder.
-        say: is told what an operator should know, a line each.
-
-    Raises:
-        ConfigError: all that is wrong, a line each.
-    """
+    """Check models and keys without the machine; ConfigError: a line for each problem."""
     _all(_checks(config, base, say))
 
 
 def check_here(config: Config, base: Path, say: Say) -> None:
-    """Check that this machine can start it, as ``serve`` does before it begins.
-
-    Raises:
-        ConfigError: all that it cannot, a line each.
-    """
+    """Check that this machine can start it; ConfigError: a line for each problem."""
     _all(_checks_here(config, base, say))
 
 

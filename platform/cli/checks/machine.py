@@ -12,8 +12,8 @@ from loomserve.kvstore.server.options import left_behind
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.batch.folder import BatchFolder, batch_folder
 from loomserve.platform.config import LOCAL_NODE, Config
-from loomserve.platform.devices.compiler import check_compiler
 from loomserve.platform.devices.gpus import check_devices, gpus_here
+from loomserve.platform.devices.machine import check_compiler
 from loomserve.platform.devices.memory import check_shared_memory
 from loomserve.platform.engine.hooks import verify
 from loomserve.platform.http.server import listen
@@ -51,11 +51,7 @@ def machine_checks(config: Config, base: Path) -> Iterator[Check]:
 
 
 def check_what_one_has(config: Config, base: Path) -> None:
-    """Check what only one platform at a time can have: its ports, its folders.
-
-    Raises:
-        StartError: another has it.
-    """
+    """Check ports and folders that one platform at a time can have; StartError: another has one."""
     for check in _checks_of_what_one_has(config, base):
         check()
 

@@ -51,10 +51,10 @@ def with_kv_from_store(request: EngineCoreRequest, node: str = "") -> EngineCore
 
 
 def take_holder(output: EngineCoreOutput) -> str:
-    """The node whose store has what the prefill engine handed over; its client is not told."""
-    told = dict(output.kv_transfer_params or {})
-    node = str(told.pop(HANDED_OVER_BY, ""))
-    output.kv_transfer_params = told or None
+    """The node whose store has what the prefill engine handed over; its client does not see it."""
+    params = dict(output.kv_transfer_params or {})
+    node = str(params.pop(HANDED_OVER_BY, ""))
+    output.kv_transfer_params = params or None
     return node
 
 

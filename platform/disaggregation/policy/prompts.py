@@ -41,10 +41,8 @@ def prompt_place(
 ) -> PromptPlace | None:
     """Where a prompt is computed; None: by a replica that is not there for answers alone.
 
-    Args:
-        answers: Role of the replica that was chosen for the answer.
-        prefill: Ids of other replicas that could compute it.
-        local_prompt_tokens: A prompt of at most this length is computed where it is answered.
+    ``answers`` is the role of the replica that was chosen for the answer, and ``prefill`` are
+    others that could compute a prompt of more than ``local_prompt_tokens``.
     """
     if answers is not Role.DECODE:
         return None

@@ -49,7 +49,7 @@ class _Room:
         self._rules = rules
         self._models = {each.name: each for each in snapshot.models}
         self._budgets = snapshot.budgets
-        # Whoever is asked for, or has to change for another, is nobody's victim.
+        # A model that is asked for, or has to change for another, is nobody's victim.
         self._spoken_for = {demand.model for demand in snapshot.demands}
         self._free = defaultdict(float, snapshot.budgets)
         # What is free once all are what they are to be.
@@ -100,7 +100,6 @@ class _Room:
         return {**{pool: -size for pool, size in room.items()}, **lacks}
 
     def _bounded(self, model: ElasticModel) -> list[str]:
-        """Pools of a model that have bounds."""
         return [pool for pool in model.pools if pool in self._budgets]
 
     def _why_never(self, model: ElasticModel) -> str:

@@ -20,12 +20,7 @@ from loomserve.platform.state import Presence
 
 @dataclass(frozen=True)
 class Growth:
-    """
-    Attributes:
-        fits: Whether there is room now.
-        changes: What makes room; empty: nothing has to, or can.
-        why: Why there is none yet, for a person; empty: there is.
-    """
+    """Whether there is room now, what makes room, and why there is none yet, for a person."""
 
     fits: bool
     changes: tuple[PresenceChange, ...] = ()

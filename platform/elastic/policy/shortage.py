@@ -7,13 +7,10 @@ from typing import NamedTuple
 
 
 class Holder(NamedTuple):
-    """A live replica of a node whose memory is short.
+    """A live replica of a node whose memory is short, with its open requests.
 
     Attributes:
-        replica: Its id.
-        model: Its model's name.
         held_bytes: What its end gives back.
-        requests: Open ones.
         others: Replicas of its model, on any node, that its requests could go on with.
         may_go: Whether its model comes again when it is asked for.
     """
@@ -27,12 +24,9 @@ class Holder(NamedTuple):
 
 
 def gives_back(holders: Iterable[Holder]) -> Holder | None:
-    """The one whose end costs least; None: there is none.
-
-    First idle ones of models that come again when they are asked for; then those of whose model
-    there is another, idle before busy; the last of its model after those, and if it has requests,
-    after all. Among equals the largest.
-    """
+    """The one whose end costs least; None: there is none. First idle ones of models that come again
+    when they are asked for; then those of whose model there is another, idle before busy; the last
+    of its model after those, and if it has requests, after all. Among equals the largest."""
     return min(holders, key=_cost, default=None)
 
 

@@ -28,13 +28,9 @@ class ElasticModel:
         choices: Devices of which it gets one if it is loaded now; none: those above.
         heat: Share of the last minute in which it had requests.
         held_bytes: What it takes now, and until it is settled.
-        ready_bytes: What it takes when it is ready.
-        asleep_bytes: What it takes when it sleeps.
         host_held_bytes: What it takes now of the host of a GPU.
         host_bytes: What it takes of it, by what it is; empty: it is on no GPU.
         wake_s: How long it takes to come back from sleep.
-        load_s: How long it takes to be loaded.
-        can_sleep: Whether its engines can give memory back.
         pinned: Whether nobody may put it away.
         sleep_after_s: It sleeps after so long without requests; None: it does not.
         unload_after_s: Its engines end after so long without requests; None: they do not.
@@ -74,10 +70,8 @@ class ElasticModel:
 
     @property
     def away_s(self) -> float:
-        """How long it will presumably not be asked for.
-
-        One that has been idle for longer than usual stays so for about as long again.
-        """
+        """How long it will presumably not be asked for. One that has been idle for longer than
+        usual stays so for about as long again."""
         return max(self.idle_s, self.returns_s or 0.0)
 
     def held_in(self, pool: str) -> float:
@@ -99,12 +93,8 @@ class ElasticModel:
 
 @dataclass(frozen=True)
 class ModelDemand:
-    """Requests that wait for a model.
-
-    Attributes:
-        waited_s: For how long the first of them has.
-        device: Where others go already so that it may come; None: nowhere.
-    """
+    """Requests that wait for a model, the first of them for ``waited_s``. ``device``: where others
+    go already so that it may come; None: nowhere."""
 
     model: str
     waited_s: float
@@ -113,12 +103,8 @@ class ModelDemand:
 
 @dataclass(frozen=True)
 class ElasticSnapshot:
-    """
-    Attributes:
-        models: All that are not being removed.
-        demands: In the order in which they came; one a model.
-        budgets: Bytes that models may take together, by pool; others have no bound.
-    """
+    """All models that are not being removed, demands in the order in which they came (one a model),
+    and bytes that models may take together, by pool; other pools have no bound."""
 
     models: Sequence[ElasticModel]
     demands: Sequence[ModelDemand]
@@ -127,11 +113,8 @@ class ElasticSnapshot:
 
 @dataclass(frozen=True)
 class ElasticRules:
-    """
-    Attributes:
-        residence_s: A model that has come is not put away for another before.
-        patience_s: How long a request may wait for its model.
-    """
+    """A model that has come is not put away for another before ``residence_s``; a request may wait
+    for its model for ``patience_s``."""
 
     residence_s: float
     patience_s: float
@@ -144,7 +127,6 @@ class PresenceChange:
     Attributes:
         drains: It has requests, which end first; those that come meanwhile wait.
         device: Where it is loaded; None: where it is, or its devices say.
-        why_there: For a person.
     """
 
     model: str
@@ -166,11 +148,8 @@ class NoRoom:
 
 @dataclass(frozen=True)
 class ElasticDecision:
-    """Demands that are neither met by a change nor refused go on waiting.
-
-    Attributes:
-        waiting_at: Where they are to come, by model, of those that may come to several devices.
-    """
+    """Demands that are neither met by a change nor refused go on waiting; ``waiting_at``: where
+    models come that may come to several devices."""
 
     changes: tuple[PresenceChange, ...] = ()
     refused: tuple[NoRoom, ...] = ()

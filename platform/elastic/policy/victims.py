@@ -13,18 +13,12 @@ _LEAST_AWAY_S = 1.0
 def chosen_victims(
     candidates: Sequence[ElasticModel], missing: Mapping[str, float]
 ) -> dict[str, Presence] | None:
-    """What becomes of which models, so that so much is free.
+    """What becomes of which models, by name, to free ``missing`` bytes by pool; None: they have
+    less.
 
     The loss of putting one away is the time that it takes to come back, over the time until it is
     presumably asked for again. The least loss for a byte goes first, and who turns out not to be
-    needed stays.
-
-    Args:
-        candidates: Those that may be put away.
-        missing: Bytes by pool; below 0 is so much room, which those that sleep may take.
-
-    Returns:
-        By name; None: they do not have so much.
+    needed stays. Below 0, ``missing`` is room, which those that sleep may take.
     """
     by_name = {each.name: each for each in candidates}
     chosen: dict[str, Presence] = {}

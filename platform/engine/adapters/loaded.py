@@ -9,42 +9,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.lora.request import LoRARequest
 
 from loomserve.kvstore.engine.connector import StoreConnector
+from loomserve.platform.base.plain_reason import first_line
 
 _logger = logging.getLogger(__name__)
-
-
-class AdaptedCore(Protocol):
-    """vLLM's engine core, as its adapters see it."""
-
-    scheduler: Any
-    vllm_config: Any
-
-    def add_lora(self, lora_request: LoRARequest) -> bool: ...
-
-    def remove_lora(self, lora_id: int) -> bool: ...
 
 
 class EngineAdapters:
     """Loads and unloads adapters; called by the core's thread alone, but for :meth:`own`."""
 
-    def __init__(self, core: AdaptedCore) -> None:
+    def __init__(self, core: Any) -> None:
+        """``core`` is vLLM's ``EngineCore``."""
         self._core = core
         self._loaded: dict[int, LoRARequest] = {}
 
     def set(self, wanted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Load what is wanted, and unload what is not and no request is computed with.
 
-        Args:
-            wanted: of each adapter ``id``, ``name`` (by which its KV is told apart) and ``path``.
-
-        Returns:
-            ``problems``: by number, as text, why some cannot be loaded; ``left``: how many more
-            than are wanted are still there, for the requests that they have.
+        ``wanted`` has of each adapter ``id``, ``name`` (which its KV is told apart by) and
+        ``path``. Returns ``problems``: by number, as text, why some cannot be loaded; and ``left``:
+        how many more than are wanted are still there, for the requests that they have.
 
         Raises:
             ValueError: the engine was started without adapters.
@@ -61,15 +49,11 @@ class EngineAdapters:
                 try:
                     self._load(request)
                 except Exception as error:  # vLLM's words say what is wrong with it
-                    problems[str(each["id"])] = _first_line(error)
+                    problems[str(each["id"])] = first_line(error)
         return {"problems": problems, "left": left}
 
     def own(self, asked: LoRARequest | None) -> LoRARequest | None:
-        """The adapter that a request names, as this engine has it.
-
-        Raises:
-            ValueError: it does not have it.
-        """
+        """The adapter that a request names, as this engine has it; else raises ``ValueError``."""
         if asked is None:
             return None
         loaded = self._loaded.get(asked.lora_int_id)
@@ -96,7 +80,6 @@ class EngineAdapters:
         _logger.info("adapter %s is loaded", request.lora_name)
 
     def _unload(self, numbers: Iterable[int]) -> int:
-        """Unload those without requests; returns how many have some."""
         requests = self._core.scheduler.requests.values()
         busy = {each.lora_request.lora_int_id for each in requests if each.lora_request}
         left = 0
@@ -109,8 +92,3 @@ class EngineAdapters:
             self._core.remove_lora(number)
             _logger.info("adapter %s is unloaded", gone.lora_name)
         return left
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -102,10 +102,7 @@ def compute_by_segments() -> None:
 
 
 def refuse_experts(model: torch.nn.Module) -> None:
-    """
-    Raises:
-        ValueError: vLLM has no operators for a CPU that this model's adapters would need.
-    """
+    """Raises ``ValueError`` if vLLM has no CPU operators for this model's adapters."""
     if is_moe_model(model):
         raise ValueError(
             "vLLM computes no adapters of a mixture of experts on a CPU: leave the model's "
@@ -136,6 +133,5 @@ def _expand(
 
 
 def _of(weights: torch.Tensor, place: int) -> torch.Tensor:
-    """One adapter's matrix in a stack of places, which has a dimension of layers or not."""
     weight = weights[place]
     return weight.squeeze(0) if weight.dim() == 3 else weight

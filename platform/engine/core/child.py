@@ -1,6 +1,6 @@
 """The main module of an engine's process: ``python -m …child CONTROL_SOCKET [PARENT]``.
 
-It is started by :mod:`loomserve.platform.engine.process.engine_process`, if it is not forked.
+:mod:`loomserve.platform.engine.process.engine_process` starts it, if it is not forked.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ _logger = logging.getLogger(__name__)
 def main(descriptor: int, how: str = "") -> None:
     """Make the engine that the replica asks for, and run it until its end.
 
-    Args:
-        descriptor: of this process's end of the channel to its replica.
-        how: ``FORKED`` where this process was.
+    ``descriptor`` is this process's end of the channel to its replica; ``how`` is ``FORKED`` where
+    this process was.
     """
     if how == FORKED:
         # Linux shares cores among sessions first: an engine has a share of its own.
@@ -64,24 +63,21 @@ def _made(start: EngineStart) -> ServedEngineCore:
     from vllm.transformers_utils.config import maybe_register_config_serialize_by_value
     from vllm.utils.system_utils import set_process_title
 
-    from loomserve.platform.engine.core.output_sender import FrontEndLimits
     from loomserve.platform.engine.core.served_core import ServedEngineCore
     from loomserve.platform.engine.executor import executor_class, one_process_executor
     from loomserve.platform.engine.grammar_tokenizer import read_with_first_grammar
     from loomserve.platform.engine.hooks import verify
-    from loomserve.platform.engine.options.refusals import explained
-    from loomserve.platform.engine.options.stored import engine_config
+    from loomserve.platform.engine.options.engine_config import engine_config, explained
 
     verify("vllm")
     # As vLLM's own EngineCore begins; workers of several processes get the model's configuration.
     set_process_title("EngineCore")
     maybe_register_config_serialize_by_value()
     read_with_first_grammar()
-    limits = FrontEndLimits(start.silence_s, start.queued)
     choose = executor_class if start.own_process_workers else one_process_executor
     try:
         config = engine_config(start.options)
-        return ServedEngineCore(config, choose(config), start.address, limits, start.host)
+        return ServedEngineCore(config, choose(config), start)
     except Exception as error:
         raise explained(error) from None
 

@@ -1,7 +1,7 @@
-"""Requests that an engine would have go on elsewhere: what it tells their front ends of it.
+"""Requests that an engine would have go on elsewhere.
 
-It only asks: a request is computed here until its front end has found that the other replica takes
-it, and ends here as any that its front end wants no more.
+It only asks their front ends: a request is computed here until its front end has found that the
+other replica takes it, and ends here as any that its front end wants no more.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from loomserve.platform.scheduling.policy.leaving import StayingRequest
+from loomserve.platform.scheduling.policy.preemption import StayingRequest
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
@@ -33,7 +33,7 @@ def asked_to(output: EngineCoreOutput) -> str | None:
 
 
 def movable(requests: Iterable[Request]) -> Iterator[StayingRequest]:
-    """Those that can go on elsewhere without losing what is just being computed or loaded."""
+    """Requests that can go on elsewhere without losing what is just being computed or loaded."""
     from vllm.v1.request import RequestStatus
 
     for each in requests:
@@ -45,7 +45,7 @@ def movable(requests: Iterable[Request]) -> Iterator[StayingRequest]:
 
 
 class Departures:
-    """What became of the requests that were asked for last.
+    """The requests that were asked for last.
 
     EngineCore's thread changes it; any thread may :meth:`read`.
     """
@@ -55,19 +55,13 @@ class Departures:
         self._left: frozenset[str] = frozenset()
 
     def ask(self, request_ids: Iterable[str]) -> None:
-        """Begin anew with these."""
         self._asked, self._left = frozenset(request_ids), frozenset()
 
     def left(self, request_ids: Iterable[str]) -> None:
-        """Front ends want these no more."""
         if self._asked:
             self._left |= self._asked.intersection(request_ids)
 
     def read(self, here: Container[str]) -> tuple[int, int]:
-        """How many have left, and how many are undecided.
-
-        Args:
-            here: ids of the requests that the engine has.
-        """
+        """How many have left, and how many of those that the engine has ``here`` are undecided."""
         left = self._left
         return len(left), sum(each in here for each in self._asked - left)

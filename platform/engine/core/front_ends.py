@@ -1,4 +1,4 @@
-"""Who an engine works for: front ends by identity and by index, pure; seconds of one clock."""
+"""Front ends of an engine, by identity and by index; pure, seconds of one clock."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ class _FrontEnd:
 
 @dataclass(frozen=True)
 class Heard:
-    """What a ``HELLO`` was.
+    """What a ``HELLO`` was: a front end's ``first``, or one more.
 
-    Attributes:
-        first: whether the front end has come with it.
-        replaced: index of the same front end's earlier connection, whose requests nobody awaits.
+    ``replaced`` is the index of its earlier connection, whose requests nobody awaits.
     """
 
     first: bool
@@ -40,17 +38,14 @@ class FrontEnds:
     """
 
     def __init__(self, silence_s: float) -> None:
-        """
-        Args:
-            silence_s: without a ``HELLO`` for so long, a front end is gone.
-        """
+        """Without a ``HELLO`` for ``silence_s``, a front end is gone."""
         self._silence_s = silence_s
         self._known: dict[bytes, _FrontEnd] = {}
         self._identities: dict[int, bytes] = {}
         self._last_index = NOBODY
 
     def hello(self, identity: bytes, connection: bytes, now: float) -> Heard:
-        """Take in a ``HELLO``; ``connection`` tells the sockets that it came from."""
+        """Take in a ``HELLO``; ``connection`` identifies the sockets that it came from."""
         known = self._known.get(identity)
         if known is not None and known.connection == connection:
             known.heard_at = now
@@ -70,7 +65,6 @@ class FrontEnds:
         return known.index
 
     def silent(self, now: float) -> list[bytes]:
-        """Front ends that have not been heard for too long."""
         return [
             identity
             for identity, known in self._known.items()

@@ -1,9 +1,10 @@
-"""An engine's process as the replica that started it has it: started, called, watched, stopped."""
+"""An engine's process as its replica has it: started, called, watched, stopped."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,32 +14,22 @@ from typing import Any
 import msgspec
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.engine.core.messages import (
-    ADAPTERS,
-    ERRORS,
-    HEAD,
-    METRICS,
-    MOVE,
-    MOVED,
-    RPC,
-    SLEEP,
-    START,
-    STATS,
-    STOP,
-    TURN,
-    WAKE,
-    EngineFacts,
-    EngineStart,
-)
+from loomserve.platform.base.plain_reason import first_line
+from loomserve.platform.engine.core.messages import ERRORS, HEAD, EngineFacts, EngineStart
 from loomserve.platform.engine.process.engine_process import EngineProcess, start_process
+from loomserve.platform.engine.process.peer_process import LOOK_S, until_wedged
 from loomserve.platform.engine.process.policy.silence import WEDGED_S
-from loomserve.platform.engine.process.wedge_watch import LOOK_S, until_wedged
+from loomserve.platform.fleet.messages import MovedRequests, MoveOrder
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.state import ReplicaLoad
+
+_log = logging.getLogger(__name__)
 
 _LOOK_S = 0.02
 # A call's answer is refused beyond it; the engine's are some kilobytes.
 _LONGEST_FRAME = 64 * 2**20
+# Front ends move a request within a step; one that has not in this time stays.
+_MOVING_S = 10.0
 
 
 class EngineEnded(RuntimeError):  # noqa: N818 - a state, not a mistake
@@ -46,8 +37,10 @@ class EngineEnded(RuntimeError):  # noqa: N818 - a state, not a mistake
 
 
 class EngineHost:
-    """One engine's process. All of it is used in the event loop that started it, whose thread must
-    live as long as the engine is to."""
+    """One engine's process, for the event loop that started it.
+
+    The loop's thread must live as long as the engine.
+    """
 
     def __init__(self, process: EngineProcess, address: EngineAddress) -> None:
         self.address = address
@@ -69,13 +62,9 @@ class EngineHost:
         *,
         fork: bool = True,
     ) -> EngineHost:
-        """Start an engine, and wait until it is ready.
+        """Start an engine, and wait until it is ready, at most ``timeout_s``.
 
-        Args:
-            start: how to make it.
-            environment: what its process has beyond this process's own.
-            timeout_s: for all of it.
-            fork: whether its process may be forked.
+        ``environment`` is added to this process's own; ``fork``: whether it may be forked.
 
         Raises:
             StartError: it cannot start, or takes too long.
@@ -87,7 +76,7 @@ class EngineHost:
         reader, host._writer = await asyncio.open_connection(sock=ours)
         host._reading = asyncio.create_task(host._read(reader))
         try:
-            facts = await host.call(START, start.model_dump(mode="json"), timeout_s=timeout_s)
+            facts = await host.call("start", start.model_dump(mode="json"), timeout_s=timeout_s)
         except TimeoutError:
             await host.stop(0)
             raise StartError(
@@ -96,7 +85,7 @@ class EngineHost:
             ) from None
         except Exception as error:
             await host.stop(0)
-            raise StartError(f"the engine cannot start: {_first_line(error)}") from None
+            raise StartError(f"the engine cannot start: {first_line(error)}") from None
         except BaseException:
             process.kill()
             raise
@@ -113,13 +102,7 @@ class EngineHost:
         return self._process.poll() is None and not self._reading.done()
 
     async def call(self, method: str, *args: Any, timeout_s: float | None) -> Any:
-        """Call the engine: ``collective_rpc`` with a name, or another method of ``messages``.
-
-        Args:
-            method: answered at once, but for ``collective_rpc``, ``move_requests``,
-                ``set_adapters``, ``sleep``, ``turn`` and ``wake_up``, which wait for a step's end.
-            args: what can be said in JSON, as is the answer.
-            timeout_s: for the answer; None: without end.
+        """Call the engine with what can be said in JSON, by a name of ``control.py``.
 
         Raises:
             EngineEnded: it has ended, or does before it answers.
@@ -142,24 +125,20 @@ class EngineHost:
 
     async def collective_rpc(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Call a method of the engine's workers, or ``loans.…`` of its scheduler."""
-        answers: list[Any] = await self.call(RPC, method, *args, timeout_s=timeout_s)
+        answers: list[Any] = await self.call("collective_rpc", method, *args, timeout_s=timeout_s)
         return answers
 
     async def move_requests(self, to: str, most: int, *, timeout_s: float) -> int:
-        """Have front ends take some requests to another replica, as far as that takes them.
+        """Have front ends take up to ``most`` requests to the replica ``to``; returns how many
+        left.
 
-        Args:
-            to: the replica's id.
-            most: how many requests.
-            timeout_s: for the engine to choose them, and again for front ends to move them.
-
-        Returns:
-            How many have left; the others go on here.
+        The others go on here. The engine has ``timeout_s`` to choose them, and front ends again to
+        move them.
         """
-        await self.call(MOVE, to, most, timeout_s=timeout_s)
+        await self.call("move_requests", to, most, timeout_s=timeout_s)
         deadline = time.monotonic() + timeout_s
         while True:
-            left, undecided = await self.call(MOVED, timeout_s=timeout_s)
+            left, undecided = await self.call("moved", timeout_s=timeout_s)
             if not undecided or time.monotonic() > deadline:
                 return int(left)
             await asyncio.sleep(_LOOK_S)
@@ -169,46 +148,34 @@ class EngineHost:
     ) -> tuple[dict[int, str], int]:
         """Have the engine load adapters, and unload all others that no request is computed with.
 
-        Args:
-            wanted: of each adapter ``id``, ``name`` (by which its KV is told apart) and ``path``.
-            timeout_s: for it.
-
-        Returns:
-            By number why some cannot be loaded, and how many are still there for their requests.
-
-        Raises:
-            ValueError: it was started without adapters.
+        As of :meth:`EngineAdapters.set`, with numbers as the keys of ``problems``.
         """
-        said = await self.call(ADAPTERS, list(wanted), timeout_s=timeout_s)
+        said = await self.call("set_adapters", list(wanted), timeout_s=timeout_s)
         return {int(number): why for number, why in said["problems"].items()}, said["left"]
 
     async def sleep(self, level: int, *, timeout_s: float) -> None:
         """Have the engine give memory back, until :meth:`wake` or its next request.
 
-        Args:
-            level: vLLM's, of a GPU: with 2 the weights are dropped, too.
-            timeout_s: for it.
+        ``level`` is vLLM's, of a GPU: with 2 the weights are dropped, too.
 
         Raises:
             ValueError: it has requests, or lends.
         """
-        await self.call(SLEEP, level, timeout_s=timeout_s)
+        await self.call("sleep", level, timeout_s=timeout_s)
 
     async def wake(self, *, timeout_s: float) -> None:
-        """Have the engine take its memory again."""
-        await self.call(WAKE, timeout_s=timeout_s)
+        await self.call("wake_up", timeout_s=timeout_s)
 
     async def turn(self) -> None:
-        """Returns once the engine is between two steps, or idle."""
-        await self.call(TURN, timeout_s=None)
+        """Return once the engine is between two steps, or idle."""
+        await self.call("turn", timeout_s=None)
 
     async def stats(self, timeout_s: float) -> ReplicaLoad:
         """The engine's load as of its last step, even while a step takes long."""
-        return ReplicaLoad.model_validate(await self.call(STATS, timeout_s=timeout_s))
+        return ReplicaLoad.model_validate(await self.call("stats", timeout_s=timeout_s))
 
     async def metrics(self, timeout_s: float) -> str:
-        """The engine's own metrics, as Prometheus reads them."""
-        page: str = await self.call(METRICS, timeout_s=timeout_s)
+        page: str = await self.call("metrics", timeout_s=timeout_s)
         return page
 
     async def ended(self) -> str:
@@ -223,10 +190,10 @@ class EngineHost:
         limit_s: float = WEDGED_S,
         look_s: float = LOOK_S,
     ) -> None:
-        """Kill the engine once it has stood still for long, after ``tell`` was told why; returns
-        when it has ended. :meth:`ended` then says the same.
+        """Kill the engine once it has stood still for long, after ``tell`` was told why.
 
-        Args as of :func:`~loomserve.platform.engine.process.wedge_watch.until_wedged`.
+        Returns when it has ended. :meth:`ended` then says the same. The other arguments are those
+        of :func:`~loomserve.platform.engine.process.peer_process.until_wedged`.
         """
         with contextlib.suppress(EngineEnded):
             why = await until_wedged(self.pid, self.turn, limit_s=limit_s, look_s=look_s)
@@ -239,7 +206,7 @@ class EngineHost:
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(EngineEnded, TimeoutError, *ERRORS.values()):
             if timeout_s > 0:
-                await self.call(STOP, timeout_s=timeout_s)
+                await self.call("stop", timeout_s=timeout_s)
         while self._process.poll() is None:
             if time.monotonic() > deadline:
                 self._process.kill()
@@ -250,7 +217,7 @@ class EngineHost:
         self.address.remove()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Take answers until the engine's end, by which whoever waits for one is told of it."""
+        """Take answers until the engine's end, then fail all calls that wait for one."""
         try:
             while True:
                 (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
@@ -288,6 +255,32 @@ class EngineHost:
         return f"its process ended with status {code}; its log says why"
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+class MoveOrders:
+    def __init__(self, engine: EngineHost, told: Callable[[], Awaitable[None]]) -> None:
+        """``told`` is called when there is something new to tell in ``last``."""
+        self.last: MovedRequests | None = None
+        """The last order, and what came of it."""
+        self._engine, self._told = engine, told
+        self._task: asyncio.Task[None] | None = None
+
+    def apply(self, order: MoveOrder | None) -> None:
+        """Carry an order out, unless that has been done, or one is under way."""
+        known = self.last is not None and order is not None and self.last.order == order.id
+        if order is not None and not known and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._carry_out(order))
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _carry_out(self, order: MoveOrder) -> None:
+        left, problem = 0, ""
+        try:
+            left = await self._engine.move_requests(order.to, order.requests, timeout_s=_MOVING_S)
+        except Exception as error:
+            _log.warning("no requests could be moved to %s: %r", order.to, error)
+            problem = f"the engine could not be asked for its requests: {error!r}"
+        self.last = MovedRequests(order=order.id, requests=left, problem=problem)
+        with contextlib.suppress(Exception):  # the next heartbeat tells it, too
+            await self._told()

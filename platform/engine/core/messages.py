@@ -17,13 +17,6 @@ from loomserve.platform.run.engine_address import EngineAddress, EngineNetwork
 HEAD = struct.Struct("!I")
 """The length of a frame, in bytes, which stands before it."""
 
-START, FACTS, STATS, METRICS, RPC, TURN, STOP = (
-    *("start", "facts", "stats", "metrics", "collective_rpc", "turn", "stop"),
-)
-MOVE, MOVED = "move_requests", "moved"
-SLEEP, WAKE = "sleep", "wake_up"
-ADAPTERS = "set_adapters"
-
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
     for error in (ValueError, TypeError, RuntimeError, NotImplementedError, TimeoutError)

@@ -1,4 +1,4 @@
-"""An engine's load as its own process can tell it, without a front end's help."""
+"""Measures an engine's load in its own process, without a front end's help."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from loomserve.platform.engine.load import LoadMeter, ServedRequest, StepTokens
+from loomserve.platform.costs.engine_work import EngineWork
 from loomserve.platform.engine.turnaround import Turnaround
-from loomserve.platform.scheduling.metrics import ScheduledRequestMetrics
-from loomserve.platform.scheduling.preemption_metrics import SCHEDULING
-from loomserve.platform.state import ReplicaLoad
+from loomserve.platform.scheduling.metrics import SCHEDULING, ScheduledRequestMetrics
+from loomserve.platform.state import Pace, ReplicaLoad, SchedulingState, WorkState
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,18 +22,10 @@ if TYPE_CHECKING:
 SCHEDULED_EVENT, PREEMPTED_EVENT = 2, 3
 ABORT_REASON, ERROR_REASON = 2, 3
 
-
-class ArrivedRequest(Protocol):
-    """vLLM's request of the scheduler, as the meter sees it."""
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def num_output_tokens(self) -> int: ...
+# Weight of the newest step or request in the moving means: about the last twenty count.
+_NEWEST = 0.1
+# Two statistics further apart than this do not frame one step: the engine was idle between them.
+_LONGEST_STEP_S = 5.0
 
 
 @dataclass(slots=True)
@@ -51,29 +42,47 @@ class _Stay:
     cached_tokens: int = 0
 
 
+class _StepTokens(NamedTuple):
+    """Tokens of one step.
+
+    Attributes:
+        generated: Generated tokens, first ones included.
+        computed: Tokens of the prompts that the step completed, but for cached ones.
+        first_token_s: The longest that a first token of this step has let wait; 0 for none.
+    """
+
+    generated: int = 0
+    computed: int = 0
+    first_token_s: float = 0.0
+
+
 class CoreMeter:
     """Fed by EngineCore's thread with each request and each step; any thread may ``read``."""
 
     def __init__(self, most_running: int | None = None) -> None:
         """``most_running``: requests that a step of a GPU may have; None: this is no GPU."""
-        self._load = LoadMeter(most_running=most_running)
-        self._turnaround = Turnaround()
-        self._metrics = ScheduledRequestMetrics()
         self.asleep = False
         """Whether the engine sleeps."""
+        self._lock = threading.Lock()
+        self._turnaround = Turnaround()
+        self._metrics = ScheduledRequestMetrics()
+        self._work = EngineWork(most_running)
+        self._served = _Means()
         self._stays: dict[str, _Stay] = {}
         self._arrived = 0
         self._idle_since: float | None = time.monotonic()
-        self._lock = threading.Lock()
+        self._running = self._waiting = 0
+        self._kv_cache_usage = self._step_time_s = 0.0
+        self._last_step_at: float | None = None
+        self._scheduling: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, config: VllmConfig) -> Self:
-        """That of an engine with this configuration."""
         on_gpu = config.device_config.device_type == "cuda"
         return cls(config.scheduler_config.max_num_seqs if on_gpu else None)
 
-    def arrived(self, request: ArrivedRequest, now: float) -> None:
-        """A request has come; what it was answered elsewhere is among its tokens."""
+    def arrived(self, request: Any, now: float) -> None:
+        """One of vLLM's requests has come; what it was answered elsewhere is among its tokens."""
         with self._lock:
             self._turnaround.arrived(request.request_id, now)
             resumed = request.num_tokens if request.num_output_tokens else 0
@@ -82,7 +91,6 @@ class CoreMeter:
             self._idle_since = None
 
     def left(self, request_ids: Iterable[str]) -> None:
-        """Nobody waits for these any more."""
         with self._lock:
             for request_id in request_ids:
                 self._turnaround.left(request_id)
@@ -92,7 +100,7 @@ class CoreMeter:
     def step(self, outputs: Mapping[int, EngineCoreOutputs], now: float) -> None:
         """A step's outputs, by front end."""
         with self._lock:
-            tokens = StepTokens()
+            tokens = _StepTokens()
             for of_one in outputs.values():
                 for output in of_one.outputs:
                     tokens = self._take(output, tokens, now)
@@ -103,35 +111,59 @@ class CoreMeter:
 
     def read(self) -> ReplicaLoad:
         with self._lock:
-            since = self._idle_since
-            return self._load.read(self._turnaround).model_copy(
-                update={
-                    "asleep": self.asleep,
-                    "requests": self._arrived,
-                    "idle_s": 0.0 if since is None else max(0.0, time.monotonic() - since),
-                }
+            now, work, figures = time.monotonic(), self._work, self._scheduling
+            return ReplicaLoad(
+                running=self._running,
+                waiting=self._waiting,
+                kv_cache_usage=self._kv_cache_usage,
+                step_time_s=self._step_time_s,
+                oldest_waiting_s=self._turnaround.oldest_waiting_s(now),
+                weighted_turnaround=self._turnaround.mean_weighted_turnaround,
+                pace=self._served.pace,
+                scheduling=SchedulingState.model_validate(figures) if figures else None,
+                work=WorkState(
+                    prefill_s=work.prefill_s,
+                    attention_s=work.attention_s,
+                    linear_s=work.linear_s,
+                    tokens=work.tokens,
+                ),
+                measured_at=now,
+                asleep=self.asleep,
+                requests=self._arrived,
+                idle_s=0.0 if self._idle_since is None else max(0.0, now - self._idle_since),
             )
-
-    def _note_idle(self, now: float) -> None:
-        if self._idle_since is None and not self._stays:
-            self._idle_since = now
 
     def page(self) -> str:
         """The engine's metrics that its front ends cannot know, as Prometheus reads them."""
         with self._lock:
             return self._metrics.page(self._turnaround.oldest_waiting_s(time.monotonic()))
 
-    def _ended(self, stats: SchedulerStats, tokens: StepTokens, now: float) -> None:
-        waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-        self._turnaround.step(waiting)
-        self._load.step(
-            stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage, now, tokens
+    def _note_idle(self, now: float) -> None:
+        if self._idle_since is None and not self._stays:
+            self._idle_since = now
+
+    def _ended(self, stats: SchedulerStats, tokens: _StepTokens, now: float) -> None:
+        self._turnaround.step(stats.num_waiting_reqs + stats.num_skipped_waiting_reqs)
+        self._running, self._waiting = stats.num_running_reqs, stats.num_waiting_reqs
+        self._kv_cache_usage = stats.kv_cache_usage
+        last, self._last_step_at = self._last_step_at, now if self._running else None
+        # After an idle while, the first answers waited for nothing but this step.
+        took_s = tokens.first_token_s if last is None else now - last
+        self._work.step(
+            min(took_s, _LONGEST_STEP_S),
+            running=self._running,
+            generated=tokens.generated,
+            computed=tokens.computed,
+            kv_usage=self._kv_cache_usage,
         )
+        if last is not None and 0 < took_s < _LONGEST_STEP_S:
+            mean = self._step_time_s
+            self._step_time_s = took_s if mean == 0 else mean + _NEWEST * (took_s - mean)
         figures = (stats.kv_connector_stats or {}).get(SCHEDULING)
         if figures is not None:
-            self._load.scheduled(figures)
+            self._scheduling = figures
 
-    def _take(self, output: EngineCoreOutput, tokens: StepTokens, now: float) -> StepTokens:
+    def _take(self, output: EngineCoreOutput, tokens: _StepTokens, now: float) -> _StepTokens:
         """Take in one request's output; returns the step's tokens with those."""
         request_id = output.request_id
         stay = self._stays.get(request_id)
@@ -151,7 +183,7 @@ class CoreMeter:
         stay.generated += generated
         if output.finish_reason is not None:
             self._finish(request_id, output.finish_reason, stay, now)
-        return StepTokens(
+        return _StepTokens(
             tokens.generated + generated,
             tokens.computed + computed,
             max(tokens.first_token_s, first_s),
@@ -176,13 +208,34 @@ class CoreMeter:
             self._metrics.finished(ended.weighted_turnaround, ended.preemptions)
         # Of a request that went on here, the prefill is not that of a prompt.
         if stay.scheduled_at is not None and stay.first_token_at and not stay.resumed_tokens:
-            self._load.finished(
-                ServedRequest(
-                    prompt_tokens=stay.prompt_tokens,
-                    cached_tokens=stay.cached_tokens,
-                    generated=stay.generated,
-                    prefill_s=stay.first_token_at - stay.scheduled_at,
-                    decode_s=now - stay.first_token_at,
-                    inference_s=now - stay.scheduled_at,
-                )
+            self._served.take(
+                prefill_s=stay.first_token_at - stay.scheduled_at,
+                computed=max(1, stay.prompt_tokens - stay.cached_tokens),
+                decode_s=now - stay.first_token_at,
+                # The first token comes with the prefill.
+                decoded=max(0, stay.generated - 1),
+                request_s=now - stay.scheduled_at,
             )
+
+
+class _Means:
+    """Moving means of requests that have ended; their ratios weigh long ones as they count."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, float] = {}
+
+    def take(self, **measured: float) -> None:
+        for name, value in measured.items():
+            mean = self._means.setdefault(name, value)
+            self._means[name] = mean + _NEWEST * (value - mean)
+
+    @property
+    def pace(self) -> Pace | None:
+        means = self._means
+        if not means.get("decoded"):
+            return None
+        return Pace(
+            prefill_token_s=means["prefill_s"] / means["computed"],
+            output_token_s=means["decode_s"] / means["decoded"],
+            request_s=means["request_s"],
+        )

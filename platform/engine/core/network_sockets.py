@@ -21,10 +21,9 @@ SILENCE_MS = 3000
 
 
 class NetworkSockets:
-    """Has an engine's two sockets listen at its node's address, too."""
+    """Binds an engine's two sockets to its node's address, too, if there is one."""
 
-    def __init__(self, host: str) -> None:
-        """``host``: the node's address."""
+    def __init__(self, host: str | None) -> None:
         self._host = host
         self._server_key, self._server_secret = zmq.curve_keypair()
         self._client_key, self._client_secret = zmq.curve_keypair()
@@ -35,15 +34,14 @@ class NetworkSockets:
     def bound(
         self, name: str, context: zmq.Context[Any], socket: zmq.Socket[Any]
     ) -> Iterator[None]:
-        """Bind a socket to a free port, for as long as the block takes.
+        """Bind a ROUTER, ``input`` or ``output``, to a free port for as long as the block takes.
 
-        What it is bound to already stays as it is: options are of the next address that is bound.
-
-        Args:
-            name: ``input`` or ``output``.
-            context: the socket's, which has no other such sockets.
-            socket: a ROUTER.
+        What it is bound to already stays as it is: options are those of the next address that is
+        bound. Its ``context`` has no other such sockets.
         """
+        if self._host is None:
+            yield
+            return
         keeper = ThreadAuthenticator(context)
         keeper.start()
         try:
@@ -61,16 +59,18 @@ class NetworkSockets:
             keeper.stop()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether who has this key, in Z85, is let in; pyzmq's authenticator asks."""
+        """Whether the owner of this key, in Z85, is let in; pyzmq's authenticator asks."""
         return key == self._client_key
 
     @property
-    def address(self) -> EngineNetwork:
-        """Once both are bound.
+    def address(self) -> EngineNetwork | None:
+        """The address, once both sockets are bound.
 
         Raises:
             TimeoutError: they are not, and will not be.
         """
+        if self._host is None:
+            return None
         with self._bound:
             if not self._bound.wait_for(lambda: len(self._endpoints) == 2, _BIND_TIMEOUT_S):
                 raise TimeoutError(f"the engine does not listen at {self._host}")

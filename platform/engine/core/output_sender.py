@@ -1,7 +1,7 @@
 """The engine's output socket: outputs go out, front ends are heard, and lost ones noticed.
 
-Each message of outputs has the engine's load with it. Who has no outputs is told of the load a few
-times a second while it changes.
+Each message of outputs has the engine's load with it. A front end without outputs gets the load a
+few times a second while it changes.
 
 One thread runs it. It waits for the queue and for the socket at once, so that neither a token nor a
 ``HELLO`` waits for the other, and never for a front end: what one does not take in time is lost,
@@ -10,17 +10,17 @@ and the front end with it.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from queue import Empty, Queue
+from typing import Any, Protocol, TypeVar
 
 import zmq
 
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
 from loomserve.platform.engine.core.front_ends import NOBODY, FrontEnds
-from loomserve.platform.engine.core.waking_queue import WakingQueue
 from loomserve.platform.state.told_load import LOAD_PERIOD_S, LoadBook
 
 # How often silence is looked for.
@@ -32,9 +32,32 @@ _PROBE_AFTER_S = 5.0
 # How long the word of the engine's end may take to leave.
 _LINGER_MS = 1000
 
+T = TypeVar("T")
+AlsoBound = Callable[[zmq.Context[Any], zmq.Socket[bytes]], AbstractContextManager[None]]
+
+
+class WakingQueue(Queue[T]):
+    """Queue with a file descriptor, ``wakeup``, that can be read from after each ``put``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def put(self, item: T, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item, block, timeout)
+        os.eventfd_write(self.wakeup, 1)
+
+    def take_all(self) -> Iterator[T]:
+        """Yield what is in the queue, and what comes meanwhile."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.wakeup)
+        with suppress(Empty):
+            while True:
+                yield self.get_nowait()
+
 
 class SenderEvents(Protocol):
-    """What the sender asks of its engine and tells it; called in the sender's thread."""
+    """Calls of the sender to its engine, in the sender's thread."""
 
     loads: LoadBook
 
@@ -54,33 +77,17 @@ class SenderEvents(Protocol):
         """These outputs are for a front end that is gone."""
 
 
-@dataclass(frozen=True)
-class FrontEndLimits:
-    """
-    Attributes:
-        silence_s: Without a ``HELLO`` for so long, a front end is gone, though it can be sent to:
-            what is only slow has its requests computed on.
-        queued: Messages that may wait for one front end; with more it is gone.
-    """
-
-    silence_s: float = 60.0
-    queued: int = 2000
-
-
-def router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
-    """A ROUTER whose sends fail where nobody is."""
+def bound_router(context: zmq.Context[Any], address: str, queued: int = 0) -> zmq.Socket[bytes]:
+    """A ROUTER whose sends fail where nobody is, or more than ``queued`` messages wait."""
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # Who comes back under its identity takes over from its own dead connection.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    if queued:
+        socket.setsockopt(zmq.SNDHWM, queued)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.bind(address)
     return socket
-
-
-AlsoBound = Callable[[zmq.Context[Any], zmq.Socket[bytes]], AbstractContextManager[None]]
-
-
-def _nowhere_else(_: zmq.Context[Any], __: zmq.Socket[bytes]) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 class OutputSender:
@@ -97,20 +104,18 @@ class OutputSender:
         self._clock = clock
         self._socket: zmq.Socket[bytes]
 
-    def run(self, address: str, queued: int, also: AlsoBound = _nowhere_else) -> None:
+    def run(self, address: str, queued: int, also: AlsoBound = lambda *_: nullcontext()) -> None:
         """Bind, and send until the end.
 
-        Args:
-            address: of the socket.
-            queued: messages that may wait for one front end.
-            also: binds the socket to other addresses too.
+        ``queued`` messages may wait for one front end, which is gone with more. ``also`` binds the
+        socket to other addresses too.
         """
-        with zmq.Context() as context, router(context) as self._socket:
-            self._socket.setsockopt(zmq.SNDHWM, queued)
-            self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-            self._socket.bind(address)
-            with also(context, self._socket):
-                self._run()
+        with (
+            zmq.Context() as context,
+            bound_router(context, address, queued) as self._socket,
+            also(context, self._socket),
+        ):
+            self._run()
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -149,7 +154,6 @@ class OutputSender:
         return True
 
     def _tell_loads(self, now: float) -> None:
-        """Tell front ends that have no outputs here what others have."""
         loads = self._events.loads
         version = loads.version
         for identity in self._front_ends.untold(version, now, LOAD_PERIOD_S):

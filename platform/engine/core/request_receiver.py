@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from queue import Queue
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 from vllm.multimodal.cache import MultiModalCacheMissError
@@ -13,30 +12,15 @@ from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from loomserve.platform.engine.core.front_ends import FrontEnds
-from loomserve.platform.engine.core.output_sender import router
-from loomserve.platform.state.told_load import LoadBook
 
 _logger = logging.getLogger(__name__)
-
-
-class ReceivingCore(Protocol):
-    """vLLM's ``EngineCoreProc`` as the receiver sees it."""
-
-    input_queue: Queue[tuple[Any, Any]]
-    aborts_queue: Queue[list[str]]
-    loads: LoadBook
-
-    def preprocess_add_request(self, request: Any) -> tuple[Any, int]: ...
-
-    def _handle_mm_cache_miss(self, request: Any, err: Any) -> None: ...
-
-    def _handle_request_preproc_error(self, request: Any) -> None: ...
 
 
 class RequestReceiver:
     """Hands what known front ends send to the engine's queues; a thread runs it for ever."""
 
-    def __init__(self, core: ReceivingCore, front_ends: FrontEnds) -> None:
+    def __init__(self, core: Any, front_ends: FrontEnds) -> None:
+        """``core`` is an ``EngineCoreProc`` with ``loads``, a :class:`LoadBook`."""
         self._core, self._front_ends = core, front_ends
         self._requests = MsgpackDecoder(EngineCoreRequest)
         self._other = MsgpackDecoder()
@@ -82,10 +66,3 @@ class RequestReceiver:
             self._core._handle_request_preproc_error(request)
         self._core.loads.refused(index)
         return None
-
-
-def input_router(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
-    """The bound socket on which requests come."""
-    socket = router(context)
-    socket.bind(address)
-    return socket

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,17 +27,14 @@ from loomserve.platform.engine.adapters.loaded import EngineAdapters
 from loomserve.platform.engine.core.cores import leave_device
 from loomserve.platform.engine.core.departures import Departures, asking, movable
 from loomserve.platform.engine.core.front_ends import FrontEnds
-from loomserve.platform.engine.core.messages import EngineFacts
+from loomserve.platform.engine.core.messages import EngineFacts, EngineStart
 from loomserve.platform.engine.core.metering import CoreMeter
 from loomserve.platform.engine.core.network_sockets import NetworkSockets
-from loomserve.platform.engine.core.output_sender import FrontEndLimits, OutputSender
-from loomserve.platform.engine.core.request_receiver import RequestReceiver, input_router
-from loomserve.platform.engine.core.waking_queue import WakingQueue
-from loomserve.platform.engine.resumption.tokens import check_resumed
-from loomserve.platform.engine.resumption.travelling_times import by_own_clocks
+from loomserve.platform.engine.core.output_sender import OutputSender, WakingQueue, bound_router
+from loomserve.platform.engine.core.request_receiver import RequestReceiver
+from loomserve.platform.engine.resumption.travelling import by_own_clocks, check_resumed
 from loomserve.platform.engine.sleeping.sleep import EngineSleep
-from loomserve.platform.run.engine_address import EngineAddress
-from loomserve.platform.scheduling.policy.leaving import leaving
+from loomserve.platform.scheduling.policy.preemption import leaving
 from loomserve.platform.state.told_load import LoadBook
 
 _logger = logging.getLogger(__name__)
@@ -53,22 +51,16 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        config: VllmConfig,
-        executor_class: type[Executor],
-        address: EngineAddress,
-        limits: FrontEndLimits,
-        host: str | None = None,
+        self, config: VllmConfig, executor_class: type[Executor], start: EngineStart
     ) -> None:
-        """``host`` is where front ends on other nodes reach it; None: there are none."""
-        self._network = NetworkSockets(host) if host is not None else None
+        self._start = start
+        self._network = NetworkSockets(start.host)
         self.steps = 0
         self.meter, self.loads = CoreMeter.of(config), LoadBook()
         self._departures = Departures()
         self._sleep = EngineSleep(self)
         self._adapters = EngineAdapters(self)
-        self._address, self._limits = address, limits
-        self._front_ends = FrontEnds(limits.silence_s)
+        self._front_ends = FrontEnds(start.silence_s)
         self._ready: bytes
         self._is_ready = threading.Event()
         self._encoder = MsgpackEncoder()
@@ -84,7 +76,8 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
     def _perform_handshakes(self, *_: Any, **__: Any) -> Iterator[EngineZmqAddresses]:
         # As vLLM's own Ray actors do: the addresses are known. Nothing is in the queue yet.
         self.output_queue: WakingQueue[Any] = WakingQueue()
-        yield EngineZmqAddresses(inputs=[self._address.input], outputs=[self._address.output])
+        address = self._start.address
+        yield EngineZmqAddresses(inputs=[address.input], outputs=[address.output])
 
     # vLLM's two threads
 
@@ -101,8 +94,8 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         self._ready = msgspec.msgpack.encode(self._make_ready_response())
         with (
             zmq.Context() as context,
-            input_router(context, self._address.input) as socket,
-            self._on_network("input", context, socket),
+            bound_router(context, self._start.address.input) as socket,
+            self._network.bound("input", context, socket),
         ):
             self._is_ready.set()
             ready_event.set()
@@ -114,16 +107,8 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         self._is_ready.wait()
         with self._fatal("sends outputs"):
             sender = OutputSender(self.output_queue, self._front_ends, self)
-            sender.run(
-                self._address.output, self._limits.queued, partial(self._on_network, "output")
-            )
-
-    def _on_network(
-        self, name: str, context: zmq.Context[Any], socket: zmq.Socket[bytes]
-    ) -> AbstractContextManager[None]:
-        if self._network is None:
-            return nullcontext()
-        return self._network.bound(name, context, socket)
+            also = partial(self._network.bound, "output")
+            sender.run(self._start.address.output, self._start.queued, also)
 
     @contextmanager
     def _fatal(self, work: str) -> Iterator[None]:
@@ -175,14 +160,9 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
     # Requests that are to go on elsewhere
 
     def move_requests(self, to: str, most: int) -> int:
-        """Ask front ends to have some requests go on with another replica, between two steps.
+        """Ask front ends to have at most so many requests go on with the replica ``to``.
 
-        Args:
-            to: The replica's id, as front ends know it.
-            most: How many requests at most.
-
-        Returns:
-            How many were asked for; :meth:`moved` tells what came of it.
+        Returns how many were asked for; :meth:`moved` tells what came of it.
         """
         requests = self.scheduler.requests
         chosen = leaving(movable(requests.values()), most)
@@ -201,20 +181,14 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
     # Adapters, and sleep
 
     def set_adapters(self, wanted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Load and unload adapters, between two steps; as of :meth:`EngineAdapters.set`."""
         return self._adapters.set(wanted)
 
     def fall_asleep(self, level: int) -> None:
-        """Give memory back, between two steps.
-
-        Raises:
-            ValueError: requests are open, or blocks are lent.
-        """
+        """Give memory back; raises ``ValueError`` if requests are open, or blocks are lent."""
         self._sleep.fall_asleep(level)
         self.meter.asleep = True
 
     def wake(self) -> None:
-        """Take memory again, between two steps."""
         self._sleep.wake()
         self.meter.asleep = False
 
@@ -225,12 +199,7 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         self.input_queue.put_nowait((_BETWEEN_STEPS, work))
 
     def stop(self) -> None:
-        """Leave the loop before the next step."""
-
-        def leave() -> None:
-            raise SystemExit
-
-        self.between_steps(leave)
+        self.between_steps(sys.exit)
 
     def _handle_client_request(self, request_type: Any, request: Any) -> None:
         if request_type is _BETWEEN_STEPS:
@@ -293,5 +262,5 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
             kv_heads=model.get_total_num_kv_heads(),
             item_bytes=model.dtype.itemsize,
             dropped_bytes=self._sleep.dropped_bytes,
-            network=self._network.address if self._network is not None else None,
+            network=self._network.address,
         )

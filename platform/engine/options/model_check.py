@@ -1,4 +1,4 @@
-"""Whether vLLM can serve a model's folder with the options that it is given, as far as files tell.
+"""Checks of a model's files and options, as far as files tell whether vLLM can serve them.
 
 Nothing of vLLM's is imported, which takes 20 s of a core: its sources say what it knows.
 """
@@ -13,23 +13,23 @@ from typing import Any
 
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.config import Model
-from loomserve.platform.devices.precision import cpu_dtype
+from loomserve.platform.devices.machine import cpu_dtype
 from loomserve.platform.engine.options import known
-from loomserve.platform.engine.options.names import check
+from loomserve.platform.engine.options.known import check
 from loomserve.platform.models import simulated
-from loomserve.platform.models.policy import generation_config
-from loomserve.platform.models.policy.chat_template import template_problem
-from loomserve.platform.models.policy.positions import longest_context
+from loomserve.platform.models.policy.model_files import (
+    GENERATION_CONFIG,
+    generation_problem,
+    longest_context,
+    template_problem,
+)
 
 _MARKS_OF_A_TEMPLATE = frozenset("{}\n")
 """vLLM takes what has one of these for the template itself, and all else for a file's path."""
-_NOT_IN_FLOAT32 = frozenset(
-    {
-        *("awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin", "fp8"),
-        *("moe_wna16", "modelopt", "modelopt_fp4", "mxfp4"),
-    }
-)
-_PARSERS = {"tool_call_parser": known.tool_parsers, "reasoning_parser": known.reasoning_parsers}
+_NOT_IN_FLOAT32 = {
+    "awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin", "fp8", "moe_wna16",
+    "modelopt", "modelopt_fp4", "mxfp4",
+}  # fmt: skip
 # In the place of a name: the parser is chosen, or there is none.
 _UNNAMED = ("", "auto")
 
@@ -47,11 +47,8 @@ def check_options(model: Model) -> None:
 def check_model(model: Model, folder: Path | str, *, on_cpu: bool) -> None:
     """Check a model's files, and its options against them, beyond what the options say alone.
 
-    Args:
-        model: with its options.
-        folder: as the catalog has found it, and checked that it is whole; a hub id has no files
-            here.
-        on_cpu: whether its devices are cores.
+    ``folder`` is what the catalog has found, and checked that it is whole; a hub id has no files
+    here.
 
     Raises:
         ConfigError: names the file or the option, and what to do.
@@ -67,22 +64,23 @@ def _refuse(model: Model, problems: Iterable[str]) -> None:
 
 
 def _problems_of_options(options: Mapping[str, Any]) -> Iterator[str]:
-    for option, names in _PARSERS.items():
+    for option in ("tool_call_parser", "reasoning_parser"):
         parser = options.get(option)
         if parser is not None and parser not in _UNNAMED and not options.get("tool_parser_plugin"):
-            yield from _unknown(option, parser, names())
+            yield from _unknown(option, parser)
     quantization = options.get("quantization")
     if quantization is not None:
-        yield from _unknown("quantization", quantization, known.quantizations())
+        yield from _unknown("quantization", quantization)
     yield from _problems_of_template(options.get("chat_template"))
     override = options.get("override_generation_config")
     if isinstance(override, Mapping):
-        problem = generation_config.generation_problem(override)
+        problem = generation_problem(override)
         if problem is not None:
             yield f"engine.override_generation_config: {problem}"
 
 
-def _unknown(option: str, given: object, names: frozenset[str]) -> Iterator[str]:
+def _unknown(option: str, given: object) -> Iterator[str]:
+    names = known.names_for(option)
     if given in names:
         return
     near = difflib.get_close_matches(str(given), names, n=3, cutoff=0.5)
@@ -181,8 +179,8 @@ def _problems_of_defaults(options: Mapping[str, Any], folder: Path) -> Iterator[
     of = options.get("generation_config", "auto")
     if of == "vllm" or not isinstance(of, str):
         return
-    path = (folder if of == "auto" else Path(of)) / generation_config.FILE
-    problem = generation_config.generation_problem(_read(path) | _overrides(options))
+    path = (folder if of == "auto" else Path(of)) / GENERATION_CONFIG
+    problem = generation_problem(_read(path) | _overrides(options))
     if problem is not None:
         yield f"{path}: {problem}"
 
@@ -211,7 +209,7 @@ def _problems_of_own_templates(folder: Path) -> Iterator[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Empty without such a file: whether a folder is whole, the catalog has looked.
+    """A JSON object; empty without such a file: the catalog has checked that a folder is whole.
 
     Raises:
         ConfigError: it is no JSON object.

@@ -53,10 +53,9 @@ class PeerClock:
     """
 
     def __init__(self, clock: Callable[[], float], work: Callable[[], Work | None]) -> None:
-        """
-        Args:
-            clock: Seconds in which this process could listen.
-            work: Of the engine; None: it cannot be seen.
+        """``clock`` has the seconds in which this process could listen.
+
+        ``work`` is the engine's so far; None: it cannot be seen.
         """
         self._clock, self._work = clock, work
         self._seen = clock()
@@ -67,8 +66,10 @@ class PeerClock:
         return self._counted
 
     def tick(self, *, late: bool) -> None:
-        """Count what has passed since the last tick; only of an engine that is ``late`` is asked
-        what it does meanwhile."""
+        """Count what has passed since the last tick.
+
+        Only of an engine that is ``late`` it asks what it does meanwhile.
+        """
         now = self._clock()
         passed_s, self._seen = now - self._seen, now
         work, before = self._work() if late else None, self._before
@@ -80,7 +81,7 @@ class PeerClock:
 
 
 class ToldWork:
-    """The work of an engine on another node, of which its beats tell."""
+    """The work of an engine on another node, by its beats."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -95,7 +96,7 @@ class ToldWork:
         self._told = now, cpu_s
 
     def __call__(self) -> Work | None:
-        """As if it had gone on as between its last two beats; None: it has told of none."""
+        """As if it had gone on as between its last two beats; None: there were none."""
         if self._told is None or self._share is None:
             return None
         at, cpu_s = self._told

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Literal
 
 from loomserve.platform.engine.process.forking import ForkedProcess
 from loomserve.platform.engine.process.forking import fork as fork_child
@@ -35,41 +35,25 @@ _WORKER_MODULES = {
 
 
 def engine_modules(kind: Literal["cpu", "cuda"]) -> tuple[str, ...]:
-    """What a fork server imports for engines on devices of one kind, which vLLM is installed for;
-    whatever else one needs, it imports itself."""
+    """Modules that a fork server imports for engines on devices of one kind.
+
+    vLLM is installed for that kind; whatever else an engine needs, it imports itself.
+    """
     return *_ENGINE_MODULES, _WORKER_MODULES[kind]
 
 
-class EngineProcess(Protocol):
-    """What there is to do with it, besides speaking to it; ``subprocess.Popen`` has it all."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None:
-        """Its exit status, as ``subprocess`` has it; None: it runs."""
-
-    def kill(self) -> None: ...
+EngineProcess = ForkedProcess | subprocess.Popen[bytes]
 
 
 async def start_process(
-    environment: Mapping[str, str],
-    timeout_s: float,
-    *,
-    fork: bool = True,
-    simulated: bool = False,
+    environment: Mapping[str, str], timeout_s: float, *, fork: bool = True, simulated: bool = False
 ) -> tuple[socket.socket, EngineProcess]:
-    """A process that waits to be told what engine to make, and the channel to it.
+    """Start a process that waits to be told what engine to make; returns the channel to it, too.
 
     It is forked, if it may be and this run has a fork server, else spawned. It ends with this
     process; a spawned one ends with this thread. A simulated engine imports so little that it is
-    always spawned.
-
-    Args:
-        environment: what it has beyond this process's own.
-        timeout_s: how long a fork server may take to import what it has to.
-        fork: whether it may be forked.
-        simulated: whether the engine is to compute nothing.
+    always spawned. ``environment`` is added to this process's own; a fork server has ``timeout_s``
+    to import what it has to.
     """
     ours, theirs = socket.socketpair()
     with theirs:

@@ -61,8 +61,6 @@ class ForkRequest(TypedDict):
 
 
 class _Task(NamedTuple):
-    """What a process does that was just forked."""
-
     child: str
     descriptor: int
     arguments: list[str]
@@ -125,7 +123,6 @@ class ForkServer:
     def _become(
         self, connection: socket.socket, environment: dict[str, str], out: int, err: int
     ) -> None:
-        """Make this process, which was just forked, the child that was asked for."""
         # It stays open until this process ends, whatever that executes.
         os.set_inheritable(connection.detach(), True)
         # Others' connections must end with the server, and not with its last child.
@@ -179,7 +176,7 @@ def end_with_other_end(connection: socket.socket, pid: int) -> None:
 
 
 def follow_environment() -> None:
-    """Have torch, which reads it when it is imported, go by what it says of threads and compiling.
+    """Have torch follow the environment, which it reads only when it is imported.
 
     vLLM compiles its sampler else, in the first step that samples: all streams stand still for ten
     seconds.
@@ -205,8 +202,7 @@ def cuda_is_initialized() -> bool:
 def _import_all(modules: Iterable[str]) -> dict[str, str]:
     """Import what all children need, and have the collector leave it alone, which would copy it.
 
-    Returns:
-        The environment variables that this has set, as vLLM's imports do.
+    Returns the environment variables that this has set, as vLLM's imports do.
 
     Raises:
         RuntimeError: one of them has initialized CUDA.
@@ -228,12 +224,7 @@ def _import_all(modules: Iterable[str]) -> dict[str, str]:
 
 
 def main(listener: int, modules: Iterable[str]) -> None:
-    """Serve until this process is killed.
-
-    Args:
-        listener: descriptor of the socket at which children are asked for.
-        modules: what children have imported.
-    """
+    """Serve at the socket with this descriptor until this process is killed."""
     # A terminal sends it to all processes; the command decides when they end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -241,8 +232,9 @@ def main(listener: int, modules: Iterable[str]) -> None:
     except Exception:
         _logger.exception("engines and gateways start without a fork server, and take longer")
         sys.exit(UNFIT)
-    task = ForkServer(socket.socket(fileno=listener), set_by_imports).serve()
-    importlib.import_module(task.child).main(task.descriptor, *task.arguments)
+    server = ForkServer(socket.socket(fileno=listener), set_by_imports)
+    child, descriptor, arguments = server.serve()
+    importlib.import_module(child).main(descriptor, *arguments)
 
 
 if __name__ == "__main__":

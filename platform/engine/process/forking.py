@@ -1,4 +1,4 @@
-"""A process that is asked of the node's fork server."""
+"""A process that the node's fork server forks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ class ForkedProcess:
     """A process that the node's fork server has forked."""
 
     def __init__(self, connection: socket.socket, pid: int, descriptor: int) -> None:
-        """
-        Args:
-            connection: to the fork server and the process, which is killed when it ends.
-            pid: the process's id.
-            descriptor: refers to the process, whoever gets its id next.
+        """``connection`` leads to the fork server and the process, which is killed when it ends.
+
+        ``descriptor`` refers to the process, even when another gets its id.
         """
         connection.setblocking(False)
         self._connection = connection
@@ -44,7 +42,6 @@ class ForkedProcess:
         return self._status
 
     def wait(self) -> int:
-        """Its exit status, once it has ended."""
         while (status := self.poll()) is None:
             select.select([self._descriptor], [], [])
         return status
@@ -69,16 +66,11 @@ def fork(
     descriptor: int,
     timeout_s: float,
 ) -> ForkedProcess | None:
-    """A process forked by this run's fork server, with this one's output and errors.
+    """Fork a process by this run's fork server, with this one's output and errors.
 
-    Args:
-        child: the module whose ``main`` it runs, with the descriptor and the arguments.
-        environment: all that it has in its environment.
-        timeout_s: how long the fork server may take to import what it has to, also one that is
-            started in the place of one that has ended.
-
-    Returns:
-        The process; None: this process is of no run, or its run has no fork server.
+    It runs ``main`` of the module ``child`` with the descriptor and the arguments. The fork server
+    may be one that is started in the place of one that has ended, and has ``timeout_s`` to import
+    what it has to. Returns None if this process is of no run, or its run has no fork server.
 
     Raises:
         OSError: the fork server has ended meanwhile, or does not answer in time.
@@ -108,5 +100,4 @@ def fork(
 
 
 def address(run: RunFolder) -> str:
-    """Where the fork server of a run listens."""
     return str(run.sockets / _SOCKET)

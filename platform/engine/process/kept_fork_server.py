@@ -1,4 +1,4 @@
-"""The fork server of a run as whoever supervises the run has it: kept, and started anew."""
+"""The fork server of a run, kept and restarted by the run's supervisor."""
 
 from __future__ import annotations
 
@@ -30,20 +30,19 @@ _STEADY_S = 20.0
 
 
 class KeptForkServer:
-    """A run's fork server: from :meth:`start` to :meth:`stop` there is another one when it ends.
+    """A run's fork server: from :meth:`start` to :meth:`stop` it is restarted when it ends.
 
-    Its socket is held here. So whoever asks while there is none waits for the next one, as for the
-    first one's imports; and what one has forked goes on when it ends.
+    Its socket is held here. So a process that asks while there is none waits for the next one, as
+    for the first one's imports; and what one has forked goes on when it ends.
     """
 
     def __init__(
         self, run: RunFolder, environment: Mapping[str, str], preloaded: Iterable[str]
     ) -> None:
-        """
-        Args:
-            run: where it listens, from now on.
-            environment: that of the run's processes.
-            preloaded: the modules that its children have.
+        """It listens in the run's folder from now on.
+
+        ``environment`` is that of the run's processes, ``preloaded`` are the modules of its
+        children.
         """
         self._log = run.path / _LOG
         self._environment = {**environment, **FORK_SERVER_ENVIRONMENT}
@@ -61,7 +60,6 @@ class KeptForkServer:
 
     @property
     def pid(self) -> int | None:
-        """Its process; None before the start."""
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
@@ -80,7 +78,7 @@ class KeptForkServer:
             self._again_at = None
 
     def look(self) -> None:
-        """Start it anew if it has ended; to be called again and again."""
+        """Restart it if it has ended; to be called again and again."""
         with self._changing:
             if self._is_closed or self._process is None:
                 return

@@ -1,8 +1,8 @@
 """The process at the other end of a local socket: whether it runs, is stopped or ends, and works.
 
 A process that is killed frees its memory first and closes its sockets then: with 3 GB its peers
-read the end of file 0.5 to 0.8 s after the kill. That it is ending is seen in ``/proc`` at once, as
-is that it has been stopped, which its sockets do not tell at all.
+read the end of file 0.5 to 0.8 s after the kill. ``/proc`` shows at once that it is ending, and
+that it has been stopped, which its sockets do not tell at all.
 
 Only a process that does not exist has ended. Whatever else goes wrong in a look, such as that this
 process has no descriptor left, says nothing about the other one.
@@ -15,12 +15,16 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing, suppress
 from enum import Enum, auto
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-from loomserve.platform.engine.process.attentive_clock import Work
+from loomserve.platform.engine.process.attentive_clock import AttentiveClock, PeerClock, Work
+from loomserve.platform.engine.process.policy.silence import wedged
 
 _LOCAL = "ipc://"
 _CREDENTIALS = struct.Struct("iII")
@@ -33,11 +37,10 @@ _STOPPED, _DEAD, _WANTS = "T", frozenset("ZX"), frozenset("RD")
 # PF_EXITING of linux/sched.h.
 _EXITING = 0x4
 _NOBODY = (FileNotFoundError, ProcessLookupError)
+LOOK_S = 1.0
 
 
 class PeerState(Enum):
-    """What a process is about to do."""
-
     RUNS = auto()
     STOPPED = auto()
     """By SIGSTOP or the like, until SIGCONT."""
@@ -101,10 +104,7 @@ class PeerProcess:
     """
 
     def __init__(self, pid: int) -> None:
-        """
-        Raises:
-            OSError: it cannot be looked at, or not at this moment.
-        """
+        """Raises ``OSError`` if it cannot be looked at, or not at this moment."""
         self.pid = pid
         self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -112,7 +112,6 @@ class PeerProcess:
         os.close(self._stat)
 
     def state(self) -> PeerState:
-        """As the kernel tells it."""
         try:
             fields = _fields(os.pread(self._stat, _MOST_BYTES, 0))
         except ProcessLookupError:
@@ -163,3 +162,46 @@ def _with_descendants(pid: int) -> Iterator[int]:
             continue
         for child in children:
             yield from _with_descendants(int(child))
+
+
+async def until_wedged(
+    pid: int, turn: Callable[[], Coroutine[Any, Any, object]], *, limit_s: float, look_s: float
+) -> str:
+    """Ask an engine for a turn again and again; returns why it has to be ended, once it has.
+
+    ``turn`` returns once the engine's loop has come by, between two steps; what it raises is
+    raised. ``limit_s`` are seconds of standing still that count, ``look_s`` those between two
+    looks.
+    """
+    while True:
+        asked = asyncio.ensure_future(turn())
+        try:
+            await asyncio.wait([asked], timeout=look_s)
+            if not asked.done():
+                with suppress(OSError):  # it has ended, or cannot be looked at just now
+                    if (why := await _wedged(pid, asked, limit_s, look_s)) is not None:
+                        return why
+            if asked.done():
+                asked.result()
+        finally:
+            asked.cancel()
+        await asyncio.sleep(look_s)
+
+
+async def _wedged(
+    pid: int, asked: asyncio.Future[object], limit_s: float, look_s: float
+) -> str | None:
+    """None: it has taken its turn."""
+    # What this process does not see while it has no core itself does not count.
+    attended = AttentiveClock(time.monotonic, 2 * look_s)
+    with closing(PeerProcess(pid)) as process:
+        counted = PeerClock(attended, process.work)
+        while not asked.done():
+            stopped = process.state() is PeerState.STOPPED
+            why = wedged(attended(), counted(), limit_s, stopped=stopped)
+            if why is not None:
+                return why
+            await asyncio.wait([asked], timeout=look_s)
+            attended.tick()
+            counted.tick(late=True)
+    return None

@@ -18,7 +18,7 @@ import torch
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Device
 from loomserve.platform.devices.claims import place
-from loomserve.platform.devices.precision import cpu_dtype
+from loomserve.platform.devices.machine import cpu_dtype
 from loomserve.platform.placement.policy.device_times import (
     DeviceProfile,
     MeasuredDevice,
@@ -35,7 +35,7 @@ _MATRIX = 4096
 _REPETITIONS = 7
 _SECONDS_EACH = 0.1
 # PCIe 4.0 with 16 lanes through the host: the least between two GPUs of a machine.
-_GPU_LINK_S, _GPU_BYTES_PER_S = 2e-5, 20e9
+_GPU_LINK = 2e-5, 20e9
 
 
 def profile_devices(
@@ -138,10 +138,7 @@ def _stages(device: Device, path: str, batches: tuple[int, ...]) -> list[StageTi
 
 def _link(source: Device, target: Device) -> MeasuredLink:
     measured = source.kind == "cpu"
-    if measured:
-        latency_s, bytes_per_s = time_link(source.cores, target.cores)
-    else:
-        latency_s, bytes_per_s = _GPU_LINK_S, _GPU_BYTES_PER_S
+    latency_s, bytes_per_s = time_link(source.cores, target.cores) if measured else _GPU_LINK
     return MeasuredLink(
         source=source.name,
         target=target.name,

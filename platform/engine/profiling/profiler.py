@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from loomserve.kvstore.engine.transfers.batched_memory import memory_of
-from loomserve.kvstore.engine.transfers.copies import Load, Save
 from loomserve.kvstore.engine.transfers.loader import Loader
 from loomserve.kvstore.engine.transfers.memory import pinned, stream_for
 from loomserve.kvstore.engine.transfers.saver import Saver
+from loomserve.kvstore.engine.transfers.transfer import Load, Save
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.opening import start_server
@@ -30,7 +30,9 @@ from loomserve.kvstore.storage.checksum import BlockLayout
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Device
 from loomserve.platform.costs import transfer_time
-from loomserve.platform.costs.comparison import (
+from loomserve.platform.costs.profile import Profile, ProfileKey, Transfer
+from loomserve.platform.costs.regressors import (
+    FittedModel,
     RegressorScore,
     compare,
     held_out,
@@ -38,8 +40,6 @@ from loomserve.platform.costs.comparison import (
     noise,
     winner,
 )
-from loomserve.platform.costs.profile import Profile, ProfileKey, Transfer
-from loomserve.platform.costs.regressors import FittedModel
 from loomserve.platform.costs.step_time import StepTimes, TimedStep
 from loomserve.platform.costs.transfer_time import TimedTransfer
 from loomserve.platform.devices.claims import on_cores
@@ -242,7 +242,6 @@ class _Worker:
         return time.perf_counter() - begin
 
     def swap_in(self, keys: bytes, blocks: list[int]) -> float:
-        """Load the blocks; seconds until all layers are loaded."""
         found = self._find(keys, len(blocks))
         begin = time.perf_counter()
         slots = decode_slots(found.slots)

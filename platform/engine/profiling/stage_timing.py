@@ -84,7 +84,6 @@ class StageTimingWorker(NonSpinningWorker):
 
 
 def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Layers of the decoder that this stage has."""
     lists = (each for each in model.modules() if isinstance(each, torch.nn.ModuleList))
     longest = max(lists, key=len, default=torch.nn.ModuleList())
     here = [layer for layer in longest if not isinstance(layer, PPMissingLayer)]

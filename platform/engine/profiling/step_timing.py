@@ -22,12 +22,11 @@ from loomserve.platform.config import Device
 from loomserve.platform.costs.step_time import Step, TimedStep
 from loomserve.platform.devices.claims import engine_environment, on_cores
 from loomserve.platform.devices.gpus import FREE_AT_START
-from loomserve.platform.devices.precision import cpu_dtype
+from loomserve.platform.devices.machine import cpu_dtype
 from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
 
 
 def step_of(scheduled: SchedulerOutput) -> Step:
-    """Features of the step that vLLM's scheduler has scheduled."""
     cached = scheduled.scheduled_cached_reqs
     computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
     computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -49,7 +48,6 @@ class StepClock:
         """Seconds of the step that ended last, of those that computed something."""
 
     def began(self, scheduled: SchedulerOutput, now: float) -> None:
-        """Begin the step that the scheduler has just returned."""
         if scheduled.total_num_scheduled_tokens:
             self._running.append((scheduled, now))
 
@@ -63,8 +61,8 @@ class StepClock:
         return None if scheduled.has_sync_kv_loads else (step_of(scheduled), seconds)
 
 
-class _Timing:
-    """Mixin for vLLM's schedulers that keeps every step in ``timed``."""
+class _TimingScheduler(Scheduler):  # type: ignore[misc]
+    """vLLM's scheduler that keeps every step in ``timed``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,7 +70,7 @@ class _Timing:
         self.timed: list[TimedStep] = []
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        scheduled = super().schedule(throttle_prefills)  # type: ignore[misc]
+        scheduled = super().schedule(throttle_prefills)
         self._clock.began(scheduled, time.perf_counter())
         return scheduled
 
@@ -80,22 +78,17 @@ class _Timing:
         timed = self._clock.ended(scheduler_output, time.perf_counter())
         if timed is not None:
             self.timed.append(timed)
-        return super().update_from_output(scheduler_output, *output)  # type: ignore[misc]
+        return super().update_from_output(scheduler_output, *output)
 
 
-class _TimingScheduler(_Timing, Scheduler):  # type: ignore[misc]
-    pass
+class _TimingAsyncScheduler(_TimingScheduler, AsyncScheduler):  # type: ignore[misc]
+    """The same with a step in flight while the next is scheduled."""
 
 
-class _TimingAsyncScheduler(_Timing, AsyncScheduler):  # type: ignore[misc]
-    pass
-
-
-def timing_scheduler(vllm_config: VllmConfig, **options: Any) -> _Timing:
+def timing_scheduler(vllm_config: VllmConfig, **options: Any) -> _TimingScheduler:
     """Value of vLLM's ``scheduler_cls`` for an engine that is profiled."""
-    kind = _TimingScheduler
-    if vllm_config.scheduler_config.async_scheduling:
-        kind = _TimingAsyncScheduler
+    asynchronous = vllm_config.scheduler_config.async_scheduling
+    kind = _TimingAsyncScheduler if asynchronous else _TimingScheduler
     return kind(vllm_config=vllm_config, **options)
 
 
@@ -146,12 +139,10 @@ class ProfiledEngine:
 
     @property
     def capacity(self) -> int:
-        """Capacity of the KV cache in tokens."""
         cache = self.config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
     def add(self, prompt: Sequence[int], outputs: int) -> None:
-        """Queue a request for ``outputs`` output tokens."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
@@ -163,7 +154,6 @@ class ProfiledEngine:
         )
 
     def steps(self) -> Iterator[None]:
-        """Run one step each until no request is left."""
         while self._engine.has_unfinished_requests():
             self._engine.step()
             yield
@@ -206,10 +196,10 @@ class Workload:
     drift affects all kinds of steps alike.
     """
 
-    def __init__(self, engine: ProfiledEngine, seed: int = 0) -> None:
+    def __init__(self, engine: ProfiledEngine) -> None:
         config = engine.config
         self._engine = engine
-        self._random = np.random.default_rng(seed)
+        self._random = np.random.default_rng(0)
         self._vocabulary = config.model_config.get_vocab_size()
         self._block: int = config.cache_config.block_size
         self._longest = config.model_config.max_model_len - _DECODE_STEPS

@@ -4,21 +4,41 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from loomserve.kvstore.engine.connector import own_worker
-from loomserve.platform.engine.gpu_memory import taken_bytes
+from loomserve.platform.devices.memory import GPU_CONTEXT_BYTES
 from loomserve.platform.engine.process.lone_groups import groups_without_ports
 from loomserve.platform.engine.resumption.model_runner import ResumesRequests
+
+GREW_MEANWHILE = "Memory usage increased after sleeping."
+"""What vLLM says if less of the GPU is free than before, although all of an engine's sleeps."""
+
+
+def taken_bytes(device: torch.device) -> int:
+    """Memory that this process has of a GPU, whatever other processes have of it.
+
+    It is what torch's allocator keeps, without what vLLM's sleep has given back of that; and a
+    constant for CUDA itself, whose share of a GPU with several engines nobody tells: NVML counts by
+    processes, which a container does not see.
+    """
+    kept = int(torch.cuda.memory_reserved(device))
+    return kept - _asleep_bytes() + GPU_CONTEXT_BYTES
+
+
+def _asleep_bytes() -> int:
+    # torch counts an allocation of its own whether or not there is memory behind it.
+    allocator = CuMemAllocator.instance
+    if allocator is None:
+        return 0
+    return sum(each.handle[1] for each in allocator.pointer_to_data.values() if each.is_asleep)
 
 
 class ResumingGpuModelRunner(ResumesRequests, GPUModelRunner):  # type: ignore[misc]
     """vLLM's first model runner; its second gets a request's tokens so far from the scheduler."""
-
-
-GREW_MEANWHILE = "Memory usage increased after sleeping."
-"""What vLLM says if less of the GPU is free than before, although all of an engine's sleeps."""
 
 
 class ResumingGpuWorker(Worker):  # type: ignore[misc]
@@ -45,5 +65,4 @@ class ResumingGpuWorker(Worker):  # type: ignore[misc]
                 raise
 
     def taken_bytes(self) -> int:
-        """Memory that it has of its GPU; called between two steps."""
         return taken_bytes(self.device)

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from loomserve.platform.engine.resumption.tokens import resumed_tokens
+from loomserve.platform.engine.resumption.travelling import resumed_tokens
 
 Draw = Callable[[torch.Generator], None]
 
@@ -72,7 +72,6 @@ class ResumesRequests:
 
 
 def _joined(cached: CachedRequestData, going_on: Sequence[NewRequestData]) -> CachedRequestData:
-    """The requests that the workers know, and these."""
     tokens = [resumed_tokens(each.sampling_params) for each in going_on]
     names = [each.req_id for each in going_on]
     # A pipeline's first stage gets the others' last tokens; these it has.
@@ -151,7 +150,6 @@ def quickest_draw(vocabulary: int, sampler: TopKTopPSampler) -> Draw:
 
 
 def _after_some(draw: Draw) -> torch.Tensor:
-    """A generator's state after some draws."""
     generator = torch.Generator()
     generator.manual_seed(0)
     for _ in range(3):

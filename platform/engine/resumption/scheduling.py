@@ -14,7 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from loomserve.kvstore.engine.request_keys import handed_over_tokens
-from loomserve.platform.engine.resumption.tokens import resumed_tokens
+from loomserve.platform.engine.resumption.travelling import resumed_tokens
 
 _logger = logging.getLogger(__name__)
 
@@ -40,11 +40,7 @@ class ResumedRequests:
         return True
 
     def promoted(self, request: Request, waited_for: RequestStatus) -> bool:
-        """See to a request that waits no longer for its grammar or its KV.
-
-        Returns:
-            Whether it can run; False where its grammar does not take the tokens so far.
-        """
+        """Let a request run that waits no longer; False: its grammar refuses its tokens so far."""
         if request.request_id not in self._entering:
             return True
         # vLLM takes one that has been preempted for one that the workers know.

@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 
 from loomserve.platform.engine.scheduling.costs import EngineCosts
 from loomserve.platform.engine.scheduling.order import QueueOrder
-from loomserve.platform.engine.scheduling.step_hooks import SchedulerView
+from loomserve.platform.engine.scheduling.step_hooks import HookedScheduler
 from loomserve.platform.engine.scheduling.swap_space import SwapSpace
 from loomserve.platform.scheduling.options import SchedulerOptions
 from loomserve.platform.scheduling.policy.admission import (
@@ -25,7 +25,7 @@ class Admission:
     """Holds waiting requests back though a place is free, where the options ask for it."""
 
     def __init__(
-        self, engine: SchedulerView, order: QueueOrder, swap: SwapSpace, costs: EngineCosts
+        self, engine: HookedScheduler, order: QueueOrder, swap: SwapSpace, costs: EngineCosts
     ) -> None:
         self.nothing_started = False
         """Whether in the last step no prompt was computed though running requests sat it out."""
@@ -41,7 +41,6 @@ class Admission:
         self._past_answers = PastAnswers()
 
     def on_answer(self, tokens: int) -> None:
-        """Learn the length of an answer that has ended by itself."""
         self._past_answers.note(tokens)
 
     @property
@@ -55,8 +54,8 @@ class Admission:
     ) -> tuple[list[Request], list[Request]]:
         """Waiting requests that may start, in order; and running ones that sit the step out.
 
-        ``made_way`` have just left their places to others, and do not start again: who resumes in
-        the step that preempts it may be given its tokens out of order.
+        ``made_way`` have just left their places to others, and do not start again: a request that
+        resumes in the step that preempts it may be given its tokens out of order.
         """
         blocked = self._engine.blocked
         may_start, sit_out = self._admissible(now, {*made_way, *blocked}), list[Request]()
@@ -66,7 +65,6 @@ class Admission:
         return [*blocked, *may_start], sit_out
 
     def most_blocks(self, request: Request) -> int:
-        """Blocks that the request may come to hold."""
         tokens = min(request.num_prompt_tokens + request.max_tokens, self._engine.max_model_len)
         return self._costs.blocks(tokens)
 
@@ -101,9 +99,7 @@ class Admission:
         if any(request.is_prefill_chunk for request in running):
             return [], [request for request in running if not request.is_prefill_chunk]
         starting = start(
-            [self._candidate(request, now) for request in waiting],
-            self.free_blocks(),
-            self._places,
+            [self._candidate(request, now) for request in waiting], self.free_blocks(), self._places
         )
         if starting.prefill and self.nothing_started:
             # It did not fit after all.
@@ -162,5 +158,4 @@ class Admission:
 
     @property
     def _usable_blocks(self) -> int:
-        """The engine's KV blocks, without the null block."""
         return int(self._engine.kv_cache_manager.block_pool.num_gpu_blocks) - 1

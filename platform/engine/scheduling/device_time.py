@@ -1,8 +1,8 @@
-"""An engine's time, divided among the requests that it computed.
+"""Divides an engine's time among the requests that it computed.
 
 A step's time goes to its requests by the tokens that the step computed of each, whatever context
-those had. So all shares add up to the time of the steps. A front end is told a request's sum with
-its last output; of a request that ends in another way it is told nothing.
+those had. So all shares add up to the time of the steps. A front end gets a request's sum with its
+last output, but not if it ends in another way.
 """
 
 from __future__ import annotations
@@ -24,12 +24,9 @@ class DeviceTime:
         self._ended: dict[str, float] = {}
 
     def step(self, tokens: Mapping[str, int], seconds: float, there: Container[str]) -> None:
-        """Divide a step's time.
+        """Divide a step's ``seconds`` by the tokens that it computed of each request.
 
-        Args:
-            tokens: computed of each request.
-            seconds: that the step took.
-            there: requests that have not ended; what was computed of others is the rest's.
+        Only requests that are ``there`` have not ended; the tokens of others are not counted.
         """
         shares = [(one, count) for one, count in tokens.items() if one in there]
         total = sum(count for _, count in shares)
@@ -41,7 +38,7 @@ class DeviceTime:
             known[one] = known.get(one, 0.0) + a_token * count
 
     def ended(self, request_id: str) -> None:
-        """The scheduler has let a request go; until :meth:`tell` its time can be told."""
+        """The scheduler has let a request go; its time is told at the next :meth:`tell`."""
         seconds = self._seconds.pop(request_id, None)
         if seconds is not None:
             self._ended[request_id] = seconds
@@ -62,7 +59,7 @@ class DeviceTime:
 
 
 def take_device_s(output: EngineCoreOutput) -> float | None:
-    """The seconds that a last output tells, which its client is not told; None: it tells none."""
+    """Take the seconds out of a last output, which clients do not get; None: it has none."""
     told = output.kv_transfer_params
     if told is None or _TOLD not in told:
         return None

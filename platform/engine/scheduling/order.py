@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from typing import NamedTuple
 
 from vllm.v1.request import Request
 
@@ -12,9 +11,7 @@ from loomserve.platform.engine.scheduling.costs import EngineCosts
 from loomserve.platform.engine.scheduling.gated_queue import GatedQueue
 from loomserve.platform.engine.scheduling.swap_space import SwapSpace
 from loomserve.platform.scheduling.options import SchedulerOptions
-from loomserve.platform.scheduling.policy.background import is_background
-from loomserve.platform.scheduling.policy.deadline import deadline_of
-from loomserve.platform.scheduling.policy.expected import Expected, expected_of
+from loomserve.platform.scheduling.policy.hints import RequestHints
 from loomserve.platform.scheduling.policy.queue import QUEUES, QueuedRequest
 
 # Per step, sort only the first so many waiting requests and new arrivals; sort the whole queue so
@@ -24,14 +21,6 @@ _HEAD, _ORDERING_SHARE = 32, 0.001
 _LONGEST_WAY_S = 10.0
 # By what share the mean step must change until predictions made with it are made anew.
 _CHANGED = 0.1
-
-
-class RequestHints(NamedTuple):
-    """What a request says of itself."""
-
-    expected: Expected | None
-    deadline_s: float | None
-    background: bool
 
 
 class QueueOrder:
@@ -53,7 +42,6 @@ class QueueOrder:
         self._sort_all_at = -math.inf
 
     def use(self, options: SchedulerOptions, *, foresees: bool) -> None:
-        """Order by these options; ``foresees``: memory is planned ahead for those that start."""
         self._options = options
         self._foresees = foresees
         self._priority = QUEUES[options.queue]
@@ -121,7 +109,6 @@ class QueueOrder:
         return self.hints(request).background
 
     def seen(self, request: Request) -> QueuedRequest:
-        """The request as its policy sees it."""
         tokens, computed = request.num_tokens, request.num_computed_tokens
         known = self._queued.get(request.request_id)
         if known is None or known[0] != tokens or known[1] != computed:
@@ -133,8 +120,7 @@ class QueueOrder:
         hints = self._hints.get(request.request_id)
         if hints is None:
             parameters = request.sampling_params
-            extra = parameters.extra_args if parameters else None
-            hints = RequestHints(expected_of(extra), deadline_of(extra), is_background(extra))
+            hints = RequestHints.of(parameters.extra_args if parameters else None)
             self._hints[request.request_id] = hints
             if hints.background or request.priority:
                 self._out_of_turn.add(request.request_id)

@@ -1,4 +1,4 @@
-"""What takes part in a scheduler's steps, and what it sees of the scheduler."""
+"""Hooks into a scheduler's steps, and their view of the scheduler."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from loomserve.platform.engine.scheduling.costs import EngineCosts
 from loomserve.platform.engine.scheduling.gated_queue import GatedQueue
 
 
-class SchedulerView(Protocol):
-    """Requests, blocks and limits of vLLM's scheduler, to be read."""
+class HookedScheduler(Protocol):
+    """A scheduler as its hooks see it, with requests, blocks and limits of vLLM's."""
 
     running: list[Request]
     waiting: GatedQueue
@@ -25,10 +25,6 @@ class SchedulerView(Protocol):
     most_running: int
     """How many requests may run at once."""
     max_model_len: int
-
-
-class HookedScheduler(SchedulerView, Protocol):
-    """A scheduler as its hooks see it."""
 
     costs: EngineCosts
     step_began: float

@@ -12,15 +12,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from loomserve.kvstore.engine.connector_scheduler import StoreConnectorScheduler
-from loomserve.kvstore.engine.messages import Transferred
-from loomserve.kvstore.engine.scheduling_stats import SchedulingStats
+from loomserve.kvstore.engine.messages import SchedulingStats, Transferred
 from loomserve.platform.engine.scheduling.costs import EngineCosts
 from loomserve.platform.scheduling.options import SchedulerOptions
-from loomserve.platform.scheduling.policy.preemption import (
-    PREEMPTIONS,
-    PreemptionMode,
-    Victim,
-)
+from loomserve.platform.scheduling.policy.preemption import PREEMPTIONS, PreemptionMode, Victim
 
 # vLLM's placeholder in block tables, where a sliding window has passed.
 _NULL_BLOCK = 0
@@ -37,8 +32,6 @@ _TOTALS = (
 
 
 class SwapEntry(NamedTuple):
-    """KV of a preempted request in swap space."""
-
     tokens: int
     size: int
     """Bytes."""
@@ -67,7 +60,6 @@ class SwapSpace:
         self._entries: dict[str, SwapEntry] = {}
 
     def use(self, options: SchedulerOptions) -> None:
-        """Decide by these options; requests that are swapped out stay so."""
         self._options = options
         self.mode_of = PREEMPTIONS[options.preemption]
 
@@ -76,9 +68,6 @@ class SwapSpace:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def tokens_of(self, request_id: str) -> int | None:
         """Tokens of a request in swap space; None if it is not swapped out."""
@@ -89,12 +78,7 @@ class SwapSpace:
         self._entries.pop(request.request_id, None)
 
     def swap_out(self, request: Request, table: Sequence[int]) -> bool:
-        """Send a request's KV to swap space, if it is worth it; else it is computed again.
-
-        Args:
-            request: leaves the engine's memory.
-            table: its blocks.
-        """
+        """Send the KV of a request to swap space, if it is worth it; ``table`` has its blocks."""
         # What a step in flight computes is not known here.
         tokens = request.num_computed_tokens - request.num_in_flight_tokens
         if self._connector is None or tokens <= 0 or request.skip_reading_prefix_cache:
@@ -105,10 +89,8 @@ class SwapSpace:
         size = len(blocks) * self._costs.block_bytes
         unsaved = self._connector.unsaved_blocks(request, tokens) * self._costs.block_bytes
         recompute_s, times = self._costs.prefill_s(tokens), self._costs.transfer_times
-        victim = Victim(size, times.out_s(unsaved) + times.in_s(size), recompute_s)
-        if self.mode_of(victim, self._options.swap_bytes - self.used_bytes) is not (
-            PreemptionMode.SWAP
-        ):
+        victim = Victim(size, times.out.seconds(unsaved) + times.into.seconds(size), recompute_s)
+        if self.mode_of(victim, self._free_bytes) is not PreemptionMode.SWAP:
             return False
         self._connector.swap_out(request, tokens, blocks, recompute_s, time.monotonic())
         self._entries[request.request_id] = SwapEntry(tokens, size)
@@ -116,7 +98,7 @@ class SwapSpace:
         return True
 
     def note_swap_ins(self, requests: Mapping[str, Request], scheduled: SchedulerOutput) -> None:
-        """Forget those of the swapped-out requests that have memory again after this schedule."""
+        """Forget swapped-out requests that have memory again after this schedule."""
         for name in list(self._entries):
             request = requests[name]
             if request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS):
@@ -130,27 +112,26 @@ class SwapSpace:
         return sum(entry.size for entry in self._entries.values())
 
     @property
+    def _free_bytes(self) -> int:
+        return self._options.swap_bytes - self.used_bytes
+
+    @property
     def most_blocks(self) -> int:
-        """Blocks that swap space holds at most."""
         return self._options.swap_bytes // self._costs.block_bytes
 
     def blocks_instead(self, held: int, requests: int) -> int:
         """Blocks that swap space takes instead of memory, where that beats computing them again.
 
-        Then memory may stay full: a request that leaves costs two copies.
-
-        Args:
-            held: blocks of all requests in memory.
-            requests: how many these are.
+        Then memory may stay full: a request that leaves costs two copies. ``requests`` have
+        ``held`` blocks in memory.
         """
         if not requests or self._connector is None:
             return 0
         if not self._costs.worth_swapping(held * self._costs.block_size // requests):
             return 0
-        return (self._options.swap_bytes - self.used_bytes) // self._costs.block_bytes
+        return self._free_bytes // self._costs.block_bytes
 
     def on_step(self, seconds: float) -> None:
-        """Learn the time of a step."""
         mean = self.mean_step_s
         self.mean_step_s = mean + _NEWEST * (seconds - mean) if mean else seconds
 
@@ -170,7 +151,7 @@ class SwapSpace:
         if not self.mean_step_s:
             return sys.maxsize
         step_s = _HIDING * max(self.mean_step_s, self._costs.prefill_s(tokens))
-        hidden = int(step_s / self._costs.transfer_times.out_s(self._costs.block_bytes))
+        hidden = int(step_s / self._costs.transfer_times.out.seconds(self._costs.block_bytes))
         # Now and then one, or nobody would see that the link has become faster.
         return max(hidden, int(time.monotonic() - self.copied_out_at > _LOOK_AGAIN_S))
 
@@ -179,12 +160,12 @@ class SwapSpace:
         if done.out_bytes:
             self.copied_out_at = time.monotonic()
             self.totals["out_s"] += done.out_s
-            self.totals["out_predicted_s"] += times.out_s(done.out_bytes)
-            times.observe_out(done.out_bytes, done.out_s)
+            self.totals["out_predicted_s"] += times.out.seconds(done.out_bytes)
+            times.out.observe(done.out_bytes, done.out_s)
         if done.in_bytes:
             self.totals["in_s"] += done.in_s
-            self.totals["in_predicted_s"] += times.in_s(done.in_bytes)
-            times.observe_in(done.in_bytes, done.in_s)
+            self.totals["in_predicted_s"] += times.into.seconds(done.in_bytes)
+            times.into.observe(done.in_bytes, done.in_s)
 
     def stats(self) -> SchedulingStats:
         times = self._costs.transfer_times
@@ -196,6 +177,6 @@ class SwapSpace:
                 "swap_used_bytes": self.used_bytes,
                 "swap_capacity_bytes": self._options.swap_bytes,
                 "step_time_error": self._costs.step_times.error or None,
-                "swap_time_error": max(times.out_error, times.in_error) or None,
+                "swap_time_error": times.error or None,
             }
         )

@@ -1,25 +1,28 @@
-"""An engine's sleep: between two steps, without requests, and ended by the next one that comes."""
+"""An engine's sleep: between two steps, without requests, and ended by the next one that comes.
+
+For its kernels on a CPU, vLLM packs the weights of every linear operator, and frees what it packed.
+Those of embeddings and output heads it keeps both ways: they are looked up by row, and tied to each
+other. So their packed copies can go at any time, and be made of the same numbers when they are used
+next. Those of embeddings beside a head are never used.
+"""
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
-from loomserve.platform.engine.sleeping.weights import dropped_bytes
+import torch
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 
-_logger = logging.getLogger(__name__)
+from loomserve.platform.engine.sleeping.memory import reread_weights
 
-
-class SleepingCore(Protocol):
-    """vLLM's engine core, as its sleep sees it."""
-
-    scheduler: Any
-    model_executor: Any
-    vllm_config: Any
-    batch_queue: Any
-
-    def reset_encoder_cache(self) -> None: ...
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class EngineSleep:
@@ -29,7 +32,8 @@ class EngineSleep:
     move to the host's memory, at level 2 they are dropped.
     """
 
-    def __init__(self, core: SleepingCore) -> None:
+    def __init__(self, core: Any) -> None:
+        """``core`` is vLLM's ``EngineCore``."""
         self._core = core
 
     @property
@@ -38,7 +42,7 @@ class EngineSleep:
 
     @cached_property
     def dropped_bytes(self) -> int:
-        """What its workers' sleep frees of their weights, asked for once, before the first step."""
+        """Bytes of weights that its workers' sleep frees, asked for once, before the first step."""
         return sum(self._core.model_executor.collective_rpc(dropped_bytes))
 
     def fall_asleep(self, level: int = 1) -> None:
@@ -61,7 +65,6 @@ class EngineSleep:
         core.model_executor.sleep(level)
 
     def wake(self) -> None:
-        """Take memory again; nothing happens if it does not sleep."""
         if self.asleep:
             self._core.model_executor.wake_up(None)
 
@@ -70,3 +73,88 @@ class EngineSleep:
         on_cpu = config.device_config.device_type == "cpu"
         if not on_cpu and not config.model_config.enable_sleep_mode:
             raise ValueError("it was started without vLLM's enable_sleep_mode")
+
+
+class PackedOnUse:
+    """The linear operator of a layer, whose packed weights exist from one use until a drop."""
+
+    def __init__(self, layer: Any) -> None:
+        """``layer`` has been packed by vLLM, and keeps its weights."""
+        self._layer = layer
+        self._linear: Linear | None = layer.cpu_linear
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self._linear is None:
+            self._linear = _packed(self._layer.weight)
+        return self._linear(x, weight, bias)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weights, which are about as many as before packing."""
+        return 0 if self._linear is None else int(self._layer.weight.nbytes)
+
+    def drop(self) -> None:
+        self._linear = None
+
+
+def pack_on_use(model: torch.nn.Module) -> list[PackedOnUse]:
+    """Let what can be packed again be packed when it is used, and free what is never used.
+
+    ``model`` is vLLM's, whose weights are loaded. Returns the operators, whose copies may be
+    dropped between two steps.
+    """
+    found = []
+    for layer in model.modules():
+        if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
+            operator = PackedOnUse(layer)
+            if not isinstance(layer, ParallelLMHead):
+                operator.drop()
+            layer.cpu_linear = operator
+            found.append(operator)
+    return found
+
+
+def _packed(weight: torch.Tensor) -> Linear:
+    holder: Any = torch.nn.Module()
+    holder.weight = torch.nn.Parameter(weight.data, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(holder, remove_weight=False)
+    linear: Linear = holder.cpu_linear
+    return linear
+
+
+class SleepingWeights:
+    """Weights of a model that can be packed, or read, again."""
+
+    def __init__(self, model: torch.nn.Module, folder: Path) -> None:
+        """``folder`` has the model's files; where it is none, nothing is read again."""
+        self._packed = pack_on_use(model)
+        self._reread = reread_weights(model, folder)
+
+    @property
+    def nbytes(self) -> int:
+        packed = sum(each.nbytes for each in self._packed)
+        return packed + sum(each.nbytes for each in self._reread)
+
+    def drop(self) -> None:
+        """Free them; nobody may compute with the model from now on."""
+        for operator in self._packed:
+            operator.drop()
+        for weight in self._reread:
+            weight.drop()
+
+    def restore(self) -> None:
+        """Have them again; what is packed comes with its next use.
+
+        Raises:
+            RuntimeError: the model's files were changed.
+        """
+        for weight in self._reread:
+            weight.restore()
+
+
+def dropped_bytes(worker: Any) -> int:
+    """Bytes of weights that a worker's sleep frees; called in the worker's process."""
+    weights: SleepingWeights | None = getattr(worker, "sleeping_weights", None)
+    return 0 if weights is None else weights.nbytes

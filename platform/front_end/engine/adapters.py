@@ -1,8 +1,7 @@
-"""A model's adapters as its front end knows them: vLLM's serving layer by name, engines by key.
+"""A model's adapters: vLLM's serving layer knows them by name, engines by key.
 
-vLLM's serving layer finds an adapter by the name that clients ask for, and answers with it. What it
-sends to engines names the adapter's key instead, of which the digest of its weights is a part: by
-that name vLLM tells KV blocks and the adapters of one step apart.
+An engine's request names the adapter's key, which contains the digest of its weights: by that name
+vLLM tells apart KV blocks and the adapters of one step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ class AdapterBook:
         self._holders: dict[int, frozenset[str]] = {}
 
     def set(self, routes: Iterable[AdapterRoute]) -> None:
-        """Set all adapters, those that leave among them."""
         self._routes = {route.adapter.id: route for route in routes}
         self._holders = {number: frozenset(r.replicas) for number, r in self._routes.items()}
 

@@ -1,8 +1,7 @@
 """Prompts that a prefill replica computes before the request goes to the replica that answers it.
 
-The prefill replica gets the request with a single token to generate, and leaves the prompt's KV in
-the store. The other one, chosen and booked before, goes on after that token, as after any that
-another replica has sent.
+The prefill replica generates one token and leaves the prompt's KV in the store. The answering
+replica, chosen and booked before, goes on after that token as after any other replica's.
 """
 
 from __future__ import annotations
@@ -34,22 +33,16 @@ from loomserve.platform.state.roles import Role
 _log = logging.getLogger(__name__)
 
 
-def _all_unified(_: str) -> Role:
-    return Role.UNIFIED
-
-
-def _no_metrics(_: str) -> HandoffMetrics | None:
-    return None
-
-
 class Handoffs:
-    """The hand-offs of one model's requests: who computes which prompt, and the figures of it."""
+    """Who computes the prompts of one model's requests, and the metrics of hand-offs."""
 
     def __init__(
-        self, role_of: RoleOf = _all_unified, local_prompt_tokens: int = LOCAL_PROMPT_TOKENS
+        self,
+        role_of: RoleOf = lambda _: Role.UNIFIED,
+        local_prompt_tokens: int = LOCAL_PROMPT_TOKENS,
     ) -> None:
         """A prompt of at most ``local_prompt_tokens`` is computed where it is answered."""
-        self.metrics_of: Callable[[str], HandoffMetrics | None] = _no_metrics
+        self.metrics_of: Callable[[str], HandoffMetrics | None] = lambda _: None
         """A replica's metrics, by its id; None: it is not known any more."""
         self._role_of = role_of
         self._local_prompt_tokens = local_prompt_tokens
@@ -59,11 +52,8 @@ class Handoffs:
     ) -> tuple[PromptPlace | None, ChosenReplica | None]:
         """Where the prompt of a request is computed, and by which prefill replica, if by one.
 
-        Args:
-            one: A request that is to be sent.
-            chosen: The replica that is to answer it.
-            usable: All that take requests.
-            choose: Chooses among prefill replicas.
+        ``chosen`` is to answer it, ``usable`` take requests, ``choose`` chooses among prefill
+        replicas.
         """
         if one.attempt:
             return None, None  # it goes on elsewhere, and that is a matter of its own
@@ -88,7 +78,6 @@ class Handoffs:
         return takes_over(chosen, usable, self._role_of)
 
     def placed(self, replica_id: str, place: PromptPlace) -> None:
-        """Count a prompt of a request that the replica answers."""
         if (metrics := self.metrics_of(replica_id)) is not None:
             metrics.prompt(place)
 

@@ -1,8 +1,8 @@
-"""What vLLM's server says of wrong input, bounded: five faults at most, none of the input.
+"""Bounds vLLM's errors about wrong input: five faults at most, and nothing of the input.
 
-vLLM has pydantic try each class on each entry of each list, makes an object of each fault with its
-input, and writes all of them into one message: of a request of 26 KB 350 MB, on the event loop that
-all streams share. Here a list ends with its first wrong entry, and of the faults a few are told.
+vLLM has pydantic try each class on each list entry, keeps every fault with its input, and writes
+all into one message: 350 MB for a request of 26 KB, on the event loop of all streams. Here
+validation of a list ends at its first wrong entry.
 """
 
 from __future__ import annotations
@@ -47,11 +47,7 @@ _STATUS: dict[type[Exception], int] = {VLLMNotFoundError: 404, VLLMUnprocessable
 
 
 def bound_input_errors(app: Any) -> None:
-    """Have a server of vLLM's say little of wrong input, and that soon.
-
-    Args:
-        app: vLLM's application, before its first request.
-    """
+    """Bound the errors of vLLM's application; called before its first request."""
     for route in app.router.routes:
         if isinstance(route, APIRoute):
             _bound(route.dependant)
@@ -73,20 +69,15 @@ def _bound(dependant: Dependant) -> None:
 
 
 class InputValidator:
-    """In the place of pydantic's adapter of the type of an endpoint's request."""
+    """Replaces pydantic's adapter of the type of an endpoint's request."""
 
     def __init__(self, schema: Any) -> None:
-        """``schema``: pydantic's, of the type."""
         self.core_schema = schema
         # What a class has for itself would not end with the first wrong entry.
         self._validator = SchemaValidator(_changed(schema, {}, _early), None, _use_prebuilt=False)
 
     def validate_python(self, value: Any, **options: Any) -> Any:
-        """
-        Raises:
-            BadRequest: it is none of the type.
-            VLLMError: vLLM's own validators say so.
-        """
+        """Raises BadRequest for a wrong value, and VLLMError where vLLM's own validators do."""
         try:
             return self._validator.validate_python(value, **options)
         except ValidationError as error:
@@ -103,11 +94,7 @@ class InputValidator:
             ) from None
 
     def check_types(self, value: Any) -> None:
-        """Look at the types alone, also of what vLLM would read later.
-
-        Raises:
-            BadRequest: one is wrong.
-        """
+        """Check types alone, also of what vLLM would read later; raises BadRequest."""
         schema = _changed(self.core_schema, {}, _plain)
         try:
             SchemaValidator(schema, None, _use_prebuilt=False).validate_python(value)
@@ -118,7 +105,7 @@ class InputValidator:
 
 
 def refused(error: ValidationError, value: Any = None) -> BadRequest:
-    """What a client is told of it; ``value``: what was validated, where it is known."""
+    """The error that a client gets; ``value``: what was validated, where it is known."""
     listed = error.errors(include_url=False, include_input=False)
     faults = [InputFault(each["loc"], each["type"], _words(each)) for each in listed]
     return _refusal(told(faults, value))
@@ -148,7 +135,7 @@ async def _refuse_faults(request: Request, error: Any) -> JSONResponse:
 
 
 async def _refused_late(request: Request, error: ValidationError) -> BadRequest:
-    """Of a part that vLLM has read by itself, which says nothing of where that part is."""
+    """The error for a part that vLLM has read by itself, which does not say where that part is."""
     body = await request.json()
     try:
         (field,) = request.scope["route"].dependant.body_params

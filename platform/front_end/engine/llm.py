@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tracing import init_tracer
 from vllm.transformers_utils.config import maybe_register_config_serialize_by_value
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from loomserve.platform.disaggregation.metrics import HandoffMetrics
 from loomserve.platform.front_end.engine.answers.texts import AnswerTexts
+from loomserve.platform.front_end.engine.grammar_checks import GrammarChecks, compiled
 from loomserve.platform.front_end.engine.replica import ConnectedReplica
 from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
 from loomserve.platform.front_end.engine.statistics import ReplicaStatistics
-from loomserve.platform.requests.engine.grammar_checks import GrammarCheckingLLM, GrammarChecks
 from loomserve.platform.requests.policy.logprobs import most_tokens
-from loomserve.platform.simulated.limits import refusal
-from loomserve.platform.simulated.options import SIMULATED_CONFIG
+from loomserve.platform.simulated.options import SIMULATED_CONFIG, refusal
 
 # Any number but one tells vLLM not to keep what it has sent of images from an engine, which only
 # works if each request goes to the engine that the one before it went to.
@@ -31,10 +32,10 @@ _COMPLETION = "cmpl-"
 """What vLLM's ids of requests to ``/v1/completions`` begin with."""
 
 
-class FrontEndLLM(GrammarCheckingLLM):
+class FrontEndLLM(AsyncLLM):  # type: ignore[misc]
     """An ``AsyncLLM`` of one model, on a client that has its replicas.
 
-    vLLM's constructor makes its own client, so this one repeats what else it does.
+    vLLM's constructor makes its own client, so this one repeats the rest of it.
     """
 
     engine_core: ReplicaSetClient
@@ -98,7 +99,19 @@ class FrontEndLLM(GrammarCheckingLLM):
         if request_id.startswith(_COMPLETION) and not isinstance(prompt, AsyncGenerator):
             # Its text is one: vLLM would hold none of it to a grammar before reasoning has ended.
             kwargs["reasoning_ended"] = True
-        return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        add: Callable[..., Any] = super().add_request
+        if not isinstance(params, SamplingParams) or params.structured_outputs is None:
+            return await add(request_id, prompt, params, *args, **kwargs)
+        checked = await self._grammars.check(params, await self.get_supported_tasks())
+        with self._grammars.known(params, checked):
+            return await add(request_id, prompt, params, *args, **kwargs)
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        outputs = super().generate(prompt, sampling_params, *args, **kwargs)
+        # One layer more would cost each token of all other requests.
+        return outputs if sampling_params.structured_outputs is None else compiled(outputs)
 
     @property
     def errored(self) -> bool:
@@ -149,11 +162,7 @@ class FrontEndLLM(GrammarCheckingLLM):
 
 
 def _bound_logprobs(prompt: Any, params: SamplingParams) -> None:
-    """Of a prompt whose tokens are counted, and of an answer whose client gives it no length.
-
-    Raises:
-        VLLMValidationError: the prompt has too many.
-    """
+    """Bound log probabilities of a prompt (or raise VLLMValidationError), and of an answer."""
     if params.prompt_logprobs is not None:
         tokens = len(prompt.get("prompt_token_ids") or ()) if isinstance(prompt, dict) else 0
         if (most := most_tokens(params.prompt_logprobs, 1)) < tokens:

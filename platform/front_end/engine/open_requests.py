@@ -12,25 +12,21 @@ from typing import Any, NamedTuple
 import msgspec
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 
-from loomserve.platform.disaggregation.engine.handoff import (
-    first_token_only,
-    with_kv_from_store,
-)
+from loomserve.platform.disaggregation.engine.handoff import first_token_only, with_kv_from_store
 from loomserve.platform.engine.core.departures import asked_to
-from loomserve.platform.engine.resumption.tokens import RESUMED
+from loomserve.platform.engine.resumption.travelling import RESUMED
 from loomserve.platform.engine.scheduling.device_time import take_device_s
 from loomserve.platform.front_end.policy.continuation import (
     BLAMED,
     AnswerLimits,
     Death,
-    Ending,
     Loss,
     RequestView,
     ending,
 )
 from loomserve.platform.front_end.routing import RoutingContext, RoutingRequest
 from loomserve.platform.front_end.stays import Stays
-from loomserve.platform.requests.computed_tokens import ComputedTokens
+from loomserve.platform.requests.usage import ComputedTokens
 
 _DIGEST_BYTES = 16
 # Of extra_args that say when and how urgently a request was sent, not what was.
@@ -53,11 +49,9 @@ class OpenRequest:
 
     request: EngineCoreRequest
     context: RoutingContext | None = None
-    """What the gateway knows of its HTTP request."""
     tokens: list[int] = field(default_factory=list)
     replica_id: str | None = None
     routing: RoutingRequest | None = None
-    """With which its replica was chosen."""
     answers: ChosenReplica | None = None
     """The replica that answers it, while another one computes its prompt."""
     handed_over: int = 0
@@ -113,26 +107,20 @@ class OpenRequest:
         )
 
     def begin(self) -> None:
-        """Take from it what is not for engines."""
-        self._forget_foreign_tokens()
-        self._keep_trace()
-
-    def _forget_foreign_tokens(self) -> None:
-        """Only this front end says which tokens an answer has; clients may write ``extra_args``."""
+        """Take out what is not for engines."""
+        # Only this front end says which tokens an answer has; clients may write extra_args.
         params = self.request.sampling_params
         if params is not None and RESUMED in (params.extra_args or {}):
             params.extra_args = {
                 key: value for key, value in params.extra_args.items() if key != RESUMED
             }
-
-    def _keep_trace(self) -> None:
-        """Keep what its trace needs here: engines would send it back with each token."""
+        # Engines would send it back with each token.
         self.trace_headers, self.request.trace_headers = self.request.trace_headers, None
         if self.context is not None and self.context.trace is not None:
             self.stays = Stays(self.context.trace, self.id)
 
     def note_loss(self, lost: Loss) -> bool:
-        """Remember why it has to leave; whether it may have caused that, and it is not noted."""
+        """Remember why it leaves; whether it may have caused that, noted for the first time."""
         self.lost = lost
         if lost not in BLAMED or self.replica_id is None:
             return False
@@ -147,7 +135,6 @@ class OpenRequest:
         return True
 
     def place(self, chosen: ChosenReplica, steps: Callable[[], int]) -> None:
-        """It has been sent to a replica, whose engine has taken so many steps."""
         self.replica_id, self.routing = chosen
         if self.context is not None:
             self.context.engines[self.id] = lambda: (
@@ -159,10 +146,8 @@ class OpenRequest:
             self.stays.begin(self.replica_id, prompt_only=prompt_only, attempt=self.attempt)
 
     def end(self, *, cut_off: bool) -> None:
-        """It is with no replica any more, and its HTTP request has what engines computed.
-
-        ``cut_off``: nothing in its answer has ended it.
-        """
+        """Leave the last replica and add what engines computed to the HTTP request's usage;
+        ``cut_off``: nothing in its answer has ended it."""
         if self.context is not None:
             self.context.engines.pop(self.id, None)
             usage, answered = self.context.usage, len(self.tokens)
@@ -194,7 +179,6 @@ class OpenRequest:
         self.placed_at = len(self.tokens)
 
     def route(self, candidates: frozenset[str]) -> RoutingRequest:
-        """What its next replica is chosen by."""
         request, params = self.request, self.request.sampling_params
         most = params.max_tokens if params is not None else None
         return RoutingRequest(
@@ -212,7 +196,6 @@ class OpenRequest:
         )
 
     def route_prompt(self, candidates: frozenset[str]) -> RoutingRequest:
-        """What the replica that computes its prompt is chosen by."""
         return replace(self.route(candidates), max_tokens=1, prompt_only=True)
 
     def to_send(self) -> EngineCoreRequest:
@@ -235,7 +218,7 @@ class OpenRequest:
     def loss_told_by(self, output: EngineCoreOutput) -> Loss | None:
         """Why it leaves its engine, if that has ended it unasked or would have it elsewhere."""
         if output.finish_reason is FinishReason.ERROR:
-            # Whoever is to answer it computes its prompt, too, and says whether that fails.
+            # The replica that answers it computes its prompt, too, and says whether that fails.
             return Loss.FORGOTTEN if self.answers is not None else None
         if output.finish_reason is FinishReason.ABORT:
             return Loss.FORGOTTEN
@@ -250,11 +233,8 @@ class OpenRequest:
         return usable if self.replica_id is None else usable - {self.replica_id}
 
     def take(self, output: EngineCoreOutput, now: float) -> float | None:
-        """Note an engine's output, and make it one of the whole request.
-
-        Returns:
-            The seconds that it paused while it moved, if this is the first token after that.
-        """
+        """Note an engine's output, and make it one of the whole request; returns the seconds of
+        the pause if this is the first token after a move."""
         if self.context is not None:
             self.context.usage.outputs += 1
         if output.prefill_stats is not None:
@@ -291,16 +271,15 @@ class OpenRequest:
             stop_tokens=frozenset(params.stop_token_ids or ()),
         )
         ended = ending(self.tokens, limits)
-        return None if ended is None else self._last_output(ended)
-
-    def _last_output(self, ended: Ending) -> EngineCoreOutput:
+        if ended is None:
+            return None
         reason = FinishReason.STOP if ended.reason == "stop" else FinishReason.LENGTH
         how = {"finish_reason": reason, "stop_reason": ended.stop_token}
         return EngineCoreOutput(self.id, [], **how, trace_headers=self.trace_headers)
 
 
 def digest(request: EngineCoreRequest) -> bytes:
-    """By which an equal request is known again."""
+    """A digest by which an equal request is known again."""
     features: Sequence[Any] = request.mm_features or ()
     adapter = request.lora_request.lora_name if request.lora_request else None
     said = msgspec.msgpack.encode(
@@ -322,7 +301,6 @@ def digest(request: EngineCoreRequest) -> bytes:
 
 
 def prompt_length(request: EngineCoreRequest) -> int:
-    """Tokens of a request's prompt."""
     if request.prompt_token_ids is not None:
         return len(request.prompt_token_ids)
     return 0 if request.prompt_embeds is None else len(request.prompt_embeds)

@@ -1,8 +1,7 @@
 """vLLM's engine client over several replicas of a model, which come and go.
 
-It keeps what each open request was and has got, so that one whose replica is lost goes on with
-another: sent again with its tokens so far, under another id, by which late outputs of the replica
-that it left are told apart.
+It keeps what each open request was and has got, so that one whose replica is lost is sent to
+another with its tokens so far, under another id, which tells late outputs apart.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from loomserve.platform.front_end.engine.adapters import AdapterBook
 from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.replica import ConnectedReplica
 from loomserve.platform.front_end.engine.request_book import RequestBook
-from loomserve.platform.front_end.engine.utilities import UtilityCalls, UtilityClient
+from loomserve.platform.front_end.engine.utilities import UtilityClient
 from loomserve.platform.front_end.metrics import ModelContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds, Loss
-from loomserve.platform.front_end.routing import Choose, Left, routing_context
+from loomserve.platform.front_end.routing import Choose, Left, nothing, routing_context
 from loomserve.platform.http.engine_errors import no_replica
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.state.told_load import ToldLoad
@@ -40,12 +39,7 @@ _log = logging.getLogger(__name__)
 _WATCH_EVERY_S = 0.25
 
 Loaded = Callable[[str, ToldLoad, float], None]
-"""Told of a replica's load, by its id, and until when (monotonic seconds) what was booked here is
-in it."""
-
-
-def _nothing(*_: Any) -> None:
-    pass
+"""Gets a replica's id and load, and until when (monotonic seconds) bookings here are in it."""
 
 
 class ReplicaSetClient(UtilityClient):
@@ -57,20 +51,20 @@ class ReplicaSetClient(UtilityClient):
         choose: Choose,
         metrics: ModelContinuationMetrics,
         *,
-        left: Left = _nothing,
-        loaded: Loaded = _nothing,
+        left: Left = nothing,
+        loaded: Loaded = nothing,
         bounds: ContinuationBounds | None = None,
         handoffs: Handoffs | None = None,
     ) -> None:
-        self.on_ready: Callable[[ConnectedReplica], None] = _nothing
+        self.on_ready: Callable[[ConnectedReplica], None] = nothing
         """A replica takes requests from here on; its ``facts`` say what it is."""
-        self.on_removed: Callable[[ConnectedReplica], None] = _nothing
+        self.on_removed: Callable[[ConnectedReplica], None] = nothing
         """The platform has a replica no more."""
         self.outputs_queue: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._model, self._loaded = model, loaded
         self._clock = AttentiveClock(time.monotonic, 2 * _WATCH_EVERY_S)
         self._identity = uuid.uuid4().hex.encode()
-        encoder = MsgpackEncoder()
+        super().__init__(encoder := MsgpackEncoder())
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._replicas: dict[str, ConnectedReplica] = {}
         self._indexes = 0
@@ -89,7 +83,6 @@ class ReplicaSetClient(UtilityClient):
             self.adapters,
         )
         self.requests.on_ended = self._put
-        self._calls = UtilityCalls(encoder)
         self._some_ready = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watching = False
@@ -112,13 +105,8 @@ class ReplicaSetClient(UtilityClient):
                 replica.connection.open()
 
     async def drain(self, replica_id: str, timeout_s: float) -> int:
-        """Move a replica's requests to others, and give it no more.
-
-        As long as no other can take them, they go on there.
-
-        Returns:
-            How many are still with it after so many seconds.
-        """
+        """Move a replica's requests to others as these can take them; how many are left after so
+        long."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return 0
@@ -132,7 +120,6 @@ class ReplicaSetClient(UtilityClient):
         return len(replica.open)
 
     def undrain(self, replica_id: str) -> None:
-        """Give a replica requests again."""
         replica = self._replicas.get(replica_id)
         if replica is not None:
             replica.draining = False
@@ -144,11 +131,7 @@ class ReplicaSetClient(UtilityClient):
         return {each.id: each for each in self._replicas.values() if each.facts is not None}
 
     async def wait_for_replica(self, timeout_s: float) -> EngineCoreReadyResponse:
-        """What the engine of one that is connected said of itself.
-
-        Raises:
-            Unavailable: no replica was connected in time.
-        """
+        """What a connected engine said of itself; raises Unavailable if none connected in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._some_ready.wait()
@@ -179,7 +162,7 @@ class ReplicaSetClient(UtilityClient):
         self._lose_all(replica, Loss.FORGOTTEN)
 
     def _lose_all(self, replica: ConnectedReplica, lost: Loss) -> None:
-        self._calls.gone(replica.id)
+        self._gone(replica.id)
         self.requests.lose_all(replica, lost)
         if not self.replicas:
             self._some_ready.clear()
@@ -212,7 +195,7 @@ class ReplicaSetClient(UtilityClient):
     def on_outputs(self, replica: ConnectedReplica, frames: Sequence[Any]) -> None:
         outputs: EngineCoreOutputs = self._decoder.decode(frames)
         if outputs.utility_output is not None:
-            self._calls.answered(outputs.utility_output)
+            self._answered(outputs.utility_output)
             return
         now = time.monotonic()
         take = self.requests.take
@@ -230,15 +213,15 @@ class ReplicaSetClient(UtilityClient):
     # vLLM's client
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
-        return tuple(await self._call(self._any(), "get_supported_tasks"))
+        return tuple(await self._ask(self._any(), "get_supported_tasks"))
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
         self._any()
         asked = self.replicas.values()
-        return await asyncio.gather(*(self._call(each, method, *args) for each in asked))
+        return await asyncio.gather(*(self._ask(each, method, *args) for each in asked))
 
-    async def _call(self, replica: ConnectedReplica, method: str, *args: Any) -> Any:
-        return await self._calls.call(replica.id, replica.connection.send, method, args)
+    async def _ask(self, replica: ConnectedReplica, method: str, *args: Any) -> Any:
+        return await self._call(replica.id, replica.connection.send, method, args)
 
     def _any(self) -> ConnectedReplica:
         for replica in self.replicas.values():
@@ -261,7 +244,6 @@ class ReplicaSetClient(UtilityClient):
         self._replicas.clear()
 
     async def closed(self) -> None:
-        """Returns once all connections have ended after :meth:`shutdown`."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep_watch(self) -> None:

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from http import HTTPStatus
 
+from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from loomserve.platform.base.errors import RequestError
+from loomserve.platform.base.errors import ENGINE_STALLED, QUERY_OF_DEATH, EngineGone, RequestError
 from loomserve.platform.disaggregation.engine.handoff import take_holder
 from loomserve.platform.disaggregation.policy.prompts import PromptPlace
-from loomserve.platform.engine.resumption.travelling_times import by_age
+from loomserve.platform.engine.resumption.travelling import by_age
 from loomserve.platform.front_end.engine.adapters import AdapterBook
 from loomserve.platform.front_end.engine.handoffs import Handoffs, only_first
-from loomserve.platform.front_end.engine.lost_requests import (
-    LostRequestError,
-    lost_request,
-)
 from loomserve.platform.front_end.engine.open_requests import ChosenReplica, OpenRequest, digest
-from loomserve.platform.front_end.engine.replica import Clock, ConnectedReplica, UsableReplicas
+from loomserve.platform.front_end.engine.replica import Clock, ConnectedReplica
 from loomserve.platform.front_end.metrics import ModelContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import (
     ContinuationBounds,
@@ -32,15 +29,12 @@ from loomserve.platform.front_end.policy.continuation import (
     fate,
     suspicions,
 )
-from loomserve.platform.front_end.routing import Choose, Left, RoutingContext, checked
+from loomserve.platform.front_end.routing import Choose, Left, RoutingContext, checked, nothing
 from loomserve.platform.front_end.stays import ABORTED, FINISHED, HANDED_OVER
+from loomserve.platform.http.engine_errors import no_replica
 from loomserve.platform.requests.query_of_death import QueriesOfDeath
 
 _log = logging.getLogger(__name__)
-
-
-def _nothing(*_: Any) -> None:
-    pass
 
 
 class RequestBook:
@@ -59,12 +53,11 @@ class RequestBook:
         handoffs: Handoffs,
         adapters: AdapterBook | None = None,
     ) -> None:
-        """``replicas`` are those that there are, whatever their state."""
         self.open: dict[str, OpenRequest] = {}
         self.max_model_len = 2**31
-        self.on_ended: Callable[[EngineCoreOutput], None] = _nothing
+        self.on_ended: Callable[[EngineCoreOutput], None] = nothing
         """An output that no engine sends any more."""
-        self.on_failed: Callable[[str, Exception], None] = _nothing
+        self.on_failed: Callable[[str, Exception], None] = nothing
         """A request, by its id, ends with an error."""
         self._model, self._replicas = model, replicas
         self._choose, self._left = checked(choose), left
@@ -73,7 +66,9 @@ class RequestBook:
         self._adapters = adapters or AdapterBook()
         self._unplaced: dict[str, OpenRequest] = {}
         self._deadly = QueriesOfDeath(clock)
-        self._usable = UsableReplicas(replicas, bounds)
+        self._usable: frozenset[str] = frozenset()
+        """Ids of replicas that may get requests, as of the last look: to look at a thousand for
+        each request takes longer than to choose."""
 
     def add(self, request: EngineCoreRequest, context: RoutingContext | None) -> None:
         """Place a request, or keep it until there is a replica for it."""
@@ -100,11 +95,7 @@ class RequestBook:
         self.flush()
 
     def take(self, replica: ConnectedReplica, output: EngineCoreOutput, now: float) -> bool:
-        """Note an engine's output; whether it is one of the request's answer.
-
-        Args:
-            now: Monotonic seconds.
-        """
+        """Note an engine's output; whether it is one of the request's answer."""
         one = replica.open.get(output.request_id)
         if one is None:
             return False
@@ -135,7 +126,7 @@ class RequestBook:
     def lose_all(self, replica: ConnectedReplica, lost: Loss) -> None:
         """Take all requests from a replica, and send them on."""
         leaving = list(replica.open.values())
-        self._usable.look()
+        self._look()
         for one in leaving:
             self._leave(one, lost, abort=lost not in (Loss.GONE, Loss.CUT))
         replica.flush(self._encoder)
@@ -144,7 +135,7 @@ class RequestBook:
 
     def watch(self) -> None:
         """Look at all replicas, and at all requests that wait."""
-        self._usable.look()
+        self._look()
         for replica in list(self._replicas.values()):
             lost = replica.loss(self.bounds) if replica.facts is not None else None
             for one in list(replica.open.values()):
@@ -159,9 +150,14 @@ class RequestBook:
         self.flush()
 
     def flush(self) -> None:
-        """Tell engines what they need not compute any more."""
+        """Send collected aborts to engines."""
         for replica in self._replicas.values():
             replica.flush(self._encoder)
+
+    def _look(self) -> frozenset[str]:
+        there = self._replicas.values()
+        self._usable = frozenset(each.id for each in there if each.usable(self.bounds))
+        return self._usable
 
     def _more_input(self, one: OpenRequest, request: EngineCoreRequest) -> None:
         """More of the input of a streamed request, or its end."""
@@ -171,7 +167,6 @@ class RequestBook:
             self._fail(one, Fate.END_TOO_OFTEN)
 
     def _decide(self, one: OpenRequest, lost: Loss | None) -> None:
-        """Send a request on, let it wait, or end it."""
         last = one.ending(self.max_model_len)
         if last is not None:
             self._end(one, abort=True, cut_off=_cuts_off(last))
@@ -184,7 +179,8 @@ class RequestBook:
         if lost is not None:
             self._note(one, lost)
         now = self._clock()
-        others = one.others(self._adapters.having(one.request, self._usable.ids()), lost)
+        usable = self._adapters.having(one.request, self._usable or self._look())
+        others = one.others(usable, lost)
         decided = self._fate(one, lost, now, others=bool(others))
         if decided is Fate.GO_ON:
             if self._go_on(one, lost, others):
@@ -235,7 +231,7 @@ class RequestBook:
         self._part(one, HANDED_OVER, abort=False)
         one.hand_over(now)
         self._unplaced[one.id] = one
-        if not self._handoffs.takes_over(answers.replica_id, self._usable.ids()):
+        if not self._handoffs.takes_over(answers.replica_id, self._usable or self._look()):
             self._left(answers.routing, answers.replica_id)
         elif self._send(one, answers):
             return
@@ -265,7 +261,6 @@ class RequestBook:
             self._deadly.ended(digest(one.request), one.replica_id)
 
     def _part(self, one: OpenRequest, why: str, *, abort: bool) -> None:
-        """Take a request from its replica, if it has one."""
         if one.stays is not None:
             one.stays.end(why, len(one.tokens))
         if one.answers is not None:
@@ -296,3 +291,32 @@ class RequestBook:
 
 def _cuts_off(last: EngineCoreOutput) -> bool:
     return last.finish_reason is not FinishReason.STOP
+
+
+class LostRequestError(GracefulHTTPError):  # type: ignore[misc]
+    """A platform error (``error``) in the shape that vLLM's serving layer takes."""
+
+    def __init__(self, error: RequestError) -> None:
+        super().__init__(error.message, HTTPStatus(error.status))
+        self.error = error
+
+
+def lost_request(fate: Fate, model: str, request_id: str) -> LostRequestError:
+    tell = f"give the operator its id, {request_id}"
+    change = f"on this very request, so no other is asked. Change the request, or {tell}"
+    again = f"on this request; send it again. If that happens again, {tell}"
+    engines = f"the engines of model {model!r}"
+    match fate:
+        case Fate.END_SUSPECT:
+            words = f"engines of model {model!r} ended while they worked {change}"
+            return LostRequestError(EngineGone(words, reason=QUERY_OF_DEATH))
+        case Fate.END_STALLED:
+            words = f"engines of model {model!r} stood still while they worked {change}"
+            return LostRequestError(EngineGone(words, reason=ENGINE_STALLED))
+        case Fate.END_TOO_OFTEN:
+            words = f"{engines} ended again and again while they worked {again}"
+        case Fate.END_RETURNED:
+            words = f"the engine of model {model!r} ended while it worked {again}"
+        case _:
+            return LostRequestError(no_replica(model))
+    return LostRequestError(EngineGone(words))

@@ -13,35 +13,42 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
+from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.config import ModelConfig, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.envs import enable_envs_cache
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin, maybe_make_thread_pool
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreReadyResponse
 
 from loomserve.platform.adapters.messages import AdapterRoute
 from loomserve.platform.base import heap
-from loomserve.platform.base.errors import Unavailable
+from loomserve.platform.base.errors import ConfigError, Unavailable
+from loomserve.platform.engine.options.engine_config import look_at_class, structured
+from loomserve.platform.engine.options.known import in_fields
 from loomserve.platform.front_end.engine.answers.messages import use_messages
 from loomserve.platform.front_end.engine.answers.tool_calls import tell_tool_calls
 from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.input_errors import bound_input_errors
 from loomserve.platform.front_end.engine.llm import FrontEndLLM
-from loomserve.platform.front_end.engine.options import server_options
 from loomserve.platform.front_end.engine.replica_client import Loaded, ReplicaSetClient
 from loomserve.platform.front_end.metrics import ModelContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
-from loomserve.platform.front_end.routing import Choose, Left, RoutingRequest
+from loomserve.platform.front_end.routing import Choose, Left, nothing
 from loomserve.platform.http.engine_errors import no_replica
-from loomserve.platform.requests.engine.tokenizers import share_tokenizer
 from loomserve.platform.run.engine_address import EngineAddress
-from loomserve.platform.state.told_load import ToldLoad
 
 _log = logging.getLogger(__name__)
 
@@ -55,11 +62,7 @@ _ONE_AT_A_TIME = asyncio.Lock()
 
 # What vLLM's server has before its endpoints for clients of its own, and the gateway has itself.
 # Each is one more call for each chunk.
-_OF_A_SERVER = {
-    "AuthenticationMiddleware",
-    "CORSMiddleware",
-    "PrometheusInstrumentatorMiddleware",
-}
+_OF_A_SERVER = {"AuthenticationMiddleware", "CORSMiddleware", "PrometheusInstrumentatorMiddleware"}
 
 
 def settle_environment() -> None:
@@ -67,22 +70,8 @@ def settle_environment() -> None:
     enable_envs_cache()
 
 
-def _nobody(_: RoutingRequest, __: str) -> None:
-    pass
-
-
-def _unasked(_: str, __: ToldLoad, ___: float) -> None:
-    pass
-
-
 async def server_app(llm: FrontEndLLM, args: Any, tasks: tuple[Any, ...]) -> Any:
-    """vLLM's app of a model, as the gateway has it.
-
-    Args:
-        llm: the front end.
-        args: vLLM's, of its server.
-        tasks: what the model can do.
-    """
+    """vLLM's app of a model, as the gateway has it; ``args`` are those of vLLM's server."""
     app = build_app(args, supported_tasks=tasks, model_config=llm.model_config)
     app.user_middleware = [
         each for each in app.user_middleware if each.cls.__name__ not in _OF_A_SERVER
@@ -107,36 +96,21 @@ class ModelServing:
         choose: Choose,
         metrics: ModelContinuationMetrics,
         *,
-        left: Left = _nobody,
-        loaded: Loaded = _unasked,
+        left: Left = nothing,
+        loaded: Loaded = nothing,
         bounds: ContinuationBounds | None = None,
         handoffs: Handoffs | None = None,
         traced: bool = False,
     ) -> None:
-        """
-        Args:
-            name: What clients call the model.
-            options: vLLM's, of its engine and its server, ``model`` among them: those that the
-                replicas' engines have been started with.
-            choose: Chooses a replica for each request.
-            left: Is told when a request leaves the replica that was chosen.
-            loaded: Is told of replicas' loads with their outputs.
-            bounds: Of continuation.
-            handoffs: Of prompts to replicas that answer them; None: all are unified.
-            traced: vLLM makes a span of each request, by this process's tracer.
-        """
+        """``options``: vLLM's, of its server and of the engine, as the replicas' engines were
+        started with, ``model`` among them. ``traced``: vLLM makes a span of each request by this
+        process's tracer."""
         self._name = name
         self._traced = traced
         self._options = options
         self._bounds = bounds or ContinuationBounds()
         self._client = ReplicaSetClient(
-            name,
-            choose,
-            metrics,
-            left=left,
-            loaded=loaded,
-            bounds=self._bounds,
-            handoffs=handoffs,
+            name, choose, metrics, left=left, loaded=loaded, bounds=self._bounds, handoffs=handoffs
         )
         self._llm: FrontEndLLM | None = None
         self._args: Any = None
@@ -147,11 +121,7 @@ class ModelServing:
         """What engines of the model can do, in vLLM's words; empty: none has said yet."""
 
     async def start(self) -> None:
-        """Load what serving needs: configuration, tokenizer, templates. It needs no engine.
-
-        Raises:
-            ConfigError: vLLM refuses the options.
-        """
+        """Load configuration, tokenizer and templates; raises ConfigError for wrong options."""
         async with _ONE_AT_A_TIME:
             self._llm = await asyncio.to_thread(self._load)
         self._llm._run_output_handler()
@@ -190,13 +160,12 @@ class ModelServing:
 
     @property
     def llm(self) -> EngineClient:
-        """vLLM's engine client, once it is started."""
         assert self._llm is not None, "start() comes first"
         return self._llm
 
     @property
     def failed(self) -> bool:
-        """Whether the front end itself has failed, and has to be made anew."""
+        """Whether the front end itself has failed, and has to be replaced."""
         return self._llm is not None and self._llm.errored
 
     @property
@@ -205,7 +174,6 @@ class ModelServing:
         return {key: each.facts for key, each in self._client.replicas.items()}
 
     def open_requests(self, replica_id: str) -> int:
-        """Requests that this front end has open on a replica."""
         replica = self._client.replicas.get(replica_id)
         return 0 if replica is None else len(replica.open)
 
@@ -214,20 +182,12 @@ class ModelServing:
         return None if self._llm is None else self._llm.page(replica_id)
 
     async def app(self, scope: Message, receive: Receive, send: Send) -> None:
-        """The ASGI app; a request waits for the model's first replica.
-
-        Raises:
-            Unavailable: none came in time.
-        """
+        """The ASGI app; raises Unavailable if the model has no replica in time."""
         app = await self.server()
         await app(scope, receive, send)
 
     async def server(self) -> Any:
-        """vLLM's app, which there is once the model's first replica has said what it can do.
-
-        Raises:
-            Unavailable: none came in time.
-        """
+        """vLLM's app, once a replica has said what the model can do; raises Unavailable."""
         assert self._app is not None, "start() comes first"
         try:
             async with asyncio.timeout(self._bounds.reroute_timeout_s):
@@ -240,21 +200,18 @@ class ModelServing:
         self._client.set_replicas(addresses)
 
     def set_adapters(self, routes: Iterable[AdapterRoute]) -> None:
-        """Set which adapters there are, and which replicas have each."""
         self._client.adapters.set(routes)
         if self._models is not None:
             self._client.adapters.serve_by(self._models)
 
     async def drain(self, replica_id: str, timeout_s: float) -> int:
-        """Move a replica's requests to others; returns how many it still has after so long."""
+        """Move a replica's requests to others; how many it still has after ``timeout_s``."""
         return await self._client.drain(replica_id, timeout_s)
 
     def undrain(self, replica_id: str) -> None:
-        """Give a replica requests again."""
         self._client.undrain(replica_id)
 
     async def close(self) -> None:
-        """End all connections, and with them the requests that are open."""
         if self._app is not None:
             self._app.cancel()
         if self._llm is not None:
@@ -262,3 +219,46 @@ class ModelServing:
         else:
             self._client.shutdown()
         await self._client.closed()
+
+
+def server_options(name: str, options: Mapping[str, Any]) -> tuple[Namespace, VllmConfig]:
+    """vLLM's arguments of a server, and its configuration, parsed as its command line would be.
+
+    ``options`` are fields of ``AsyncEngineArgs`` and ``FrontendArgs``, ``model`` among them;
+    structured ones may be mappings. Raises ConfigError if vLLM refuses them or lacks a package for
+    the model.
+    """
+    look_at_class(options)
+    of_front_end = {field.name for field in dataclasses.fields(FrontendArgs)}
+    front_end = {key: value for key, value in options.items() if key in of_front_end}
+    engine = {key: value for key, value in options.items() if key not in of_front_end}
+    engine = {"enable_log_requests": False, **engine, "served_model_name": [name]}
+    try:
+        engine_args = AsyncEngineArgs(**structured(engine))
+        config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+        # vLLM would keep a query with one engine, while its documents go to any.
+        front_end_args = FrontendArgs(**{**front_end, "enable_flash_late_interaction": False})
+    except (TypeError, ValueError) as error:
+        why = in_fields(str(error))
+        raise ConfigError(f"model {name!r}: vLLM refuses its engine options: {why}") from error
+    # A few options are both the server's and the engine's.
+    return Namespace(**vars(front_end_args) | vars(engine_args)), config
+
+
+def share_tokenizer(model_config: ModelConfig) -> None:
+    """Have all front ends of a model share the copies of its tokenizer; called before one is made.
+
+    vLLM copies the whole tokenizer for each thread of each front end: tens of megabytes for a name,
+    hundreds with a large vocabulary. Copies keep no state between calls, and a thread that finds
+    none free makes one more.
+    """
+    if model_config.skip_tokenizer_init or model_config.enable_prompt_embeds:
+        return  # there is none, or each front end adds a word to its own
+    tokenizer = cached_tokenizer_from_config(model_config)
+    maybe_make_thread_pool(tokenizer, model_config.renderer_num_workers + 1)
+    if isinstance(tokenizer, ThreadSafeHFTokenizerMixin):
+        type(tokenizer).__copy__ = _itself
+
+
+def _itself(tokenizer: Any) -> Any:
+    return tokenizer

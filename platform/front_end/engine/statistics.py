@@ -1,7 +1,7 @@
 """vLLM's statistics of each replica, in registries of their own.
 
-vLLM registers its metrics with the process, and takes away what others have registered there; here
-one process has several models, and each of them several replicas.
+vLLM registers its metrics with the process and removes others'; here one process has several models
+with several replicas each.
 """
 
 from __future__ import annotations
@@ -26,17 +26,14 @@ class _OfReplica(NamedTuple):
 
 
 class ReplicaStatistics:
-    """In the place of vLLM's manager of loggers: one of its Prometheus loggers a replica.
-
-    A replica is known by its index, which outputs carry as ``engine_index``.
-    """
+    """Replaces vLLM's manager of loggers: one Prometheus logger a replica, by its index, which
+    outputs carry as ``engine_index``."""
 
     def __init__(self, config: VllmConfig) -> None:
         self._config = config
         self._loggers: dict[int, _OfReplica] = {}
 
     def add(self, index: int) -> None:
-        """A replica has come, or come back."""
         if index in self._loggers:
             return
         registry = CollectorRegistry()
@@ -50,11 +47,8 @@ class ReplicaStatistics:
     def page(self, index: int, running: int, waiting: int) -> str | None:
         """A replica's metrics as text; None: it is not known.
 
-        Args:
-            index: of the replica.
-            running: requests that its engine has, of all front ends: of several, each step's
-                statistics come to one alone.
-            waiting: the same of those that wait.
+        ``running`` and ``waiting`` are its engine's requests from all gateway processes: only one
+        of these gets a step's statistics.
         """
         known = self._loggers.get(index)
         if known is None:
@@ -64,7 +58,6 @@ class ReplicaStatistics:
         return generate_latest(known.registry).decode()
 
     def handoffs(self, index: int) -> HandoffMetrics | None:
-        """A replica's metrics of prompts; None: it is not known."""
         known = self._loggers.get(index)
         return None if known is None else known.handoffs
 
@@ -96,7 +89,6 @@ class ReplicaStatistics:
 
 
 def _logger_class(registry: CollectorRegistry) -> Any:
-    """vLLM's logger, whose metrics go to that registry."""
     classes = {
         "_gauge_cls": partial(Gauge, registry=registry),
         "_counter_cls": partial(Counter, registry=registry),

@@ -19,20 +19,21 @@ Send = Callable[[Sequence[Any]], bool]
 _TIMEOUT_S = 120.0
 
 
-class UtilityCalls:
-    """The calls that have not been answered yet."""
+class UtilityClient(EngineCoreClient):  # type: ignore[misc]
+    """vLLM's client calls that are utilities. vLLM 0.29 makes them all from
+    ``call_utility_async``, 0.32 some from the two others."""
+
+    # AsyncLLM asks for it before each request; a lost replica is no dead front end.
+    resources = SimpleNamespace(engine_dead=False)
+    engine_ranks_managed = (0,)
 
     def __init__(self, encoder: MsgpackEncoder) -> None:
         self._encoder = encoder
+        # By the number of a call that has not been answered: its replica.
         self._answers: dict[int, tuple[str, asyncio.Future[Any]]] = {}
 
-    async def call(self, replica_id: str, send: Send, method: str, args: Sequence[Any]) -> Any:
-        """
-        Raises:
-            EngineGone: the engine ended before it answered.
-            Unavailable: it did not answer in time.
-            Exception: what the method raised, as its text.
-        """
+    async def _call(self, replica_id: str, send: Send, method: str, args: Sequence[Any]) -> Any:
+        """The answer; raises EngineGone, Unavailable, or Exception with the method's own."""
         call_id = uuid.uuid1().int >> 64
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._answers[call_id] = replica_id, answer
@@ -50,7 +51,7 @@ class UtilityCalls:
         finally:
             self._answers.pop(call_id, None)
 
-    def answered(self, output: UtilityOutput) -> None:
+    def _answered(self, output: UtilityOutput) -> None:
         _, answer = self._answers.get(output.call_id, ("", None))
         if answer is None or answer.done():
             return
@@ -59,37 +60,20 @@ class UtilityCalls:
         else:
             answer.set_result(output.result.result if output.result is not None else None)
 
-    def gone(self, replica_id: str) -> None:
-        """An engine has ended, and so have the calls to it."""
+    def _gone(self, replica_id: str) -> None:
         for asked, answer in self._answers.values():
             if asked == replica_id and not answer.done():
                 answer.set_exception(EngineGone(f"the engine of replica {replica_id} ended"))
-
-
-class UtilityClient(EngineCoreClient):  # type: ignore[misc]
-    """The calls of vLLM's client that are utilities, by one method, as vLLM's own have it.
-
-    vLLM 0.29 makes them all of ``call_utility_async``; 0.32 some of the two others.
-    """
-
-    # AsyncLLM asks for it before each request; a lost replica is no dead front end.
-    resources = SimpleNamespace(engine_dead=False)
-    engine_ranks_managed = (0,)
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
         """Call a method of all engines; their answers."""
         raise NotImplementedError
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        """Call a method of all engines; the first answer."""
         return (await self.call_utility_all_async(method, *args))[0]
 
     async def call_utility_consensus_async(self, method: str, *args: Any) -> Any:
-        """Call a method of all engines; the answer that they have in common.
-
-        Raises:
-            RuntimeError: they did not answer alike.
-        """
+        """The answer that all engines have in common; raises RuntimeError if they differ."""
         first, *others = await self.call_utility_all_async(method, *args)
         if any(other != first for other in others):
             raise RuntimeError(f"engines answer {method!r} differently: {[first, *others]}")

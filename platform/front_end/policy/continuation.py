@@ -1,9 +1,9 @@
 """Which replicas are lost, and whether a request that one of them had goes on, waits or ends.
 
-A request goes on with the tokens that it has got. What may have ended an engine must not end them
-all, so a request is suspected of an engine's end until it has gone well past the token at which
-that engine ended: one that ends engines does it again at the same token. One that the engine had
-given tokens for a while is not suspected: it was there when another one came.
+A request goes on with the tokens it has. It is suspected of an engine's end until it has gone well
+past the token at which that engine ended: a request that ends engines does so at the same token
+again. It is not suspected if the engine had given it tokens for a while: it was there when another
+one came.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Fate(StrEnum):
     """Engines stood still with it, though not all of them ended, and no more are to."""
     END_TOO_OFTEN = "too_often"
     END_RETURNED = "returned"
-    """Its engine ended, and whoever sent it finds out whether it was the cause."""
+    """Its engine ended, and its sender finds out whether it was the cause."""
     END_NO_REPLICA = "no_replica"
 
 
@@ -86,21 +86,16 @@ class ReplicaView:
     stepped_at: float
     """When its count of steps last changed, or when it last had no request."""
     open: int
-    """Requests that the front end has open on it."""
     draining: bool = False
 
 
 class Death(NamedTuple):
-    """An engine's end or standstill, as a request that it had saw it.
-
-    Attributes:
-        at: Tokens that the request then had.
-        given: Those of them that this engine had given.
-        ended: Whether its process ended.
-    """
+    """An engine's end or standstill, as a request that it had saw it."""
 
     at: int
+    """Tokens that the request then had."""
     given: int = 0
+    """Those of them that this engine had given."""
     ended: bool = True
 
 
@@ -109,16 +104,13 @@ class RequestView:
     """A request that is to leave its replica, or that has none."""
 
     placed: bool = False
-    """Whether it is with a replica still."""
     tokens: int = 0
-    """Tokens it has got."""
     deaths: Sequence[Death] = ()
-    """Of the engines that ended or stood still with it."""
     moves: int = 0
     """How often it left a replica for another reason than that or draining."""
     waiting_since: float | None = None
     carried_on: bool = True
-    """False: once it is suspected it goes back to whoever sent it."""
+    """False: once it is suspected it goes back to its sender."""
 
 
 def loss(replica: ReplicaView, now: float, bounds: ContinuationBounds) -> Loss | None:
@@ -131,7 +123,7 @@ def loss(replica: ReplicaView, now: float, bounds: ContinuationBounds) -> Loss |
 
 
 def suspicions(request: RequestView, bounds: ContinuationBounds) -> Sequence[Death]:
-    """What the request may have caused."""
+    """The deaths that the request may have caused."""
     proven = bounds.proven_tokens
     deaths = request.deaths
     return [one for one in deaths if request.tokens - one.at < proven and one.given < proven]
@@ -142,9 +134,8 @@ def fate(
 ) -> Fate:
     """What becomes of a request.
 
-    Args:
-        lost: Why it leaves its replica; None: it has not been with one.
-        others: Whether there is a replica that could take it.
+    ``lost``: why it leaves its replica; None: it has not been with one. ``others``: whether there
+    is a replica that could take it.
     """
     suspected = suspicions(request, bounds)
     if len(suspected) >= bounds.most_suspected:
@@ -173,20 +164,16 @@ def fate(
 
 
 class Ending(NamedTuple):
-    """How an answer has ended.
-
-    Attributes:
-        reason: vLLM's finish reason.
-        stop_token: The stop token that ended it, if the client had asked for one.
-    """
+    """How an answer has ended."""
 
     reason: Literal["stop", "length"]
     stop_token: int | None = None
+    """The stop token that ended it, if the client had asked for one."""
 
 
 @dataclass(frozen=True)
 class AnswerLimits:
-    """What ends an answer in an engine, as far as its tokens alone tell."""
+    """What ends an answer in an engine, as far as its tokens alone show."""
 
     prompt_tokens: int
     max_tokens: int | None

@@ -9,23 +9,15 @@ import msgspec
 
 
 class End(NamedTuple):
-    """How an engine ended an answer.
-
-    Attributes:
-        reason: ``stop``, ``length``, and others.
-        at_text: It came upon one of the request's stop strings.
-    """
-
     reason: str = "stop"
     at_text: bool = False
+    """It came upon one of the request's stop strings."""
 
 
 def finish_reason(end: End, calls: Collection[str]) -> str:
     """``tool_calls`` where calls were made and none was cut off; else as the engine ended.
 
-    Args:
-        end: The engine's.
-        calls: The arguments of the answer's calls, as JSON.
+    ``calls`` are the arguments of the answer's calls, as JSON.
     """
     made = end.reason == "stop" and calls and (not end.at_text or all(map(is_whole, calls)))
     return "tool_calls" if made else end.reason

@@ -1,8 +1,7 @@
-"""What a client is told of a request that vLLM's validators refuse: short, and of one class only.
+"""The error for a client whose request vLLM's validators refuse: short, and of one class only.
 
-A message may be one of six classes and an item of a response's input one of sixty, so a validator
-says of a wrong one what each of them would have. Of those the one is told that its ``role`` or
-``type`` names.
+A message may be of six classes and a response's input item of sixty, and a validator lists the
+faults of each. Only those of the class that ``role`` or ``type`` names are shown.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_FAULTS = 5
-"""Told of one request."""
+"""Shown of one request."""
 MOST_CHARACTERS = 300
 """Of one fault."""
 _MOST_PATH = 100
@@ -46,7 +45,7 @@ class InputFault:
 
 @dataclass(frozen=True)
 class Told:
-    """A fault that a client is told."""
+    """A fault as a client sees it."""
 
     param: str | None
     """Its field, as ``messages[2].content``."""
@@ -65,7 +64,6 @@ def told(faults: Sequence[InputFault], body: Any) -> list[Told]:
 
 
 def message(faults: Sequence[Told]) -> str:
-    """All in one message, the first few of them."""
     texts = [str(fault) for fault in faults[:MOST_FAULTS]]
     if len(faults) > MOST_FAULTS:
         texts.append(f"and {len(faults) - MOST_FAULTS} more")
@@ -143,16 +141,12 @@ def _inner(value: Any, step: Step) -> Any:
 
 
 def _is_of_another_kind(depth: int, faults: list[InputFault]) -> bool:
-    """Whether the class is not of this value at all, as a text is not of a list."""
-    return all(_is_class_or_end(fault, depth) for fault in faults)
-
-
-def _is_class_or_end(fault: InputFault, depth: int) -> bool:
-    return all(is_class(step) for step in fault.where[depth:])
+    """Whether the class is not of this value at all, as a text is no list."""
+    return all(is_class(step) for fault in faults for step in fault.where[depth:])
 
 
 def _rank(depth: int, faults: list[InputFault], value: Any) -> tuple[bool, int, int]:
-    """The lower, the likelier is it the class that was meant."""
+    """The lower, the likelier this class was meant."""
     if tried := _tried(faults, depth, value):
         fit = [one for one in tried if not _is_of_another_kind(*one)]
         return min((_rank(*one, value) for one in fit), default=(True, 0, 0))
@@ -161,7 +155,7 @@ def _rank(depth: int, faults: list[InputFault], value: Any) -> tuple[bool, int, 
     lacks = {field for fault, field in own if fault.kind == "missing" and fault.where[-1] == field}
     if any(field in _DISCRIMINATORS and fault.kind != "missing" for fault, field in own):
         return True, 0, 0
-    # Of a value that names no class it is told that it has to.
+    # A value that names no class gets that fault.
     lacks_name = not lacks.isdisjoint(_DISCRIMINATORS)
     return lacks_name is names_one, len(lacks), len(faults)
 

@@ -1,8 +1,7 @@
-"""Where an answer's text begins if its prompt ends in the midst of a character.
+"""Where an answer's text begins if its prompt ends inside a character.
 
-Tokens hold bytes, so a prompt of tokens may end inside a character, whose last bytes the answer's
-first tokens have. That character is the answer's then, whole, and nothing of the prompt before it
-is. A character that the answer does not finish stays the prompt's.
+Tokens hold bytes, so a prompt's last character may be finished by the answer's first tokens. It is
+then the answer's, whole. A character that the answer does not finish stays the prompt's.
 """
 
 from __future__ import annotations
@@ -36,24 +35,17 @@ class PromptEnd:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it ends with a whole character."""
         return not self.text.endswith(UNFINISHED)
 
     def answer_in(self, text: str) -> str:
-        """What is the answer's in the text of these tokens and the answer's."""
+        """The answer's part of the text of these tokens and the answer's."""
         if self.echoed:
             return text[_shared(text, self.text.rstrip(UNFINISHED)) :]
         return text[max(_shared(text, self.text), _shared(text, self.finished)) :]
 
 
 def prompt_end(prompt: Sequence[int], decode: Decode, *, echoed: bool = False) -> PromptEnd:
-    """The least end of a prompt that an answer's tokens can be decoded after.
-
-    Args:
-        prompt: tokens.
-        decode: makes text of tokens.
-        echoed: the client gets the prompt before the answer.
-    """
+    """The shortest end of a prompt that an answer can be decoded after; ``echoed``: it is shown."""
     size = _FEWEST_TOKENS
     tokens = prompt[-size:]
     text = decode(tokens)

@@ -59,27 +59,19 @@ def read_files(folder: Path = FOLDER) -> dict[str, ConsoleFile]:
 
 
 def console_routes() -> list[Route]:
-    """The console's routes; its files are read now."""
     files = ConsoleFiles(read_files())
     return [Route(ROOT, files), Route(ROOT + "/{name:path}", files)]
 
 
 class ConsoleFiles:
-    """ASGI application at ``/console`` and below it.
-
-    The files are read once, so that no request can name one that is not the console's.
-    """
+    """ASGI application at ``/console`` and below it, of files that were read once: ``files`` by
+    their names below ``/console/``, with ``index.html`` for ``/console/`` itself."""
 
     def __init__(self, files: Mapping[str, ConsoleFile]) -> None:
-        """``files``: by their names below ``/console/``; ``index.html`` is ``/console/`` itself."""
         self._files = files
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """
-        Raises:
-            MethodNotAllowed: it is asked for anything but a file.
-            NotFound: there is no such file.
-        """
+        """Raises MethodNotAllowed, or NotFound if there is no such file."""
         response = self._answer(scope["method"], scope["path"], Headers(scope=scope))
         await response(scope, receive, send)
 

@@ -23,12 +23,11 @@ _LEFT_OUT = "(left out)"
 _MOST_BODY_BYTES = 16 * 2**10
 _MOST_PATH = 256
 STRANGERS_A_MINUTE = 20
-"""Requests of clients without the admin token of which each has a line: whoever sends more must
-not push the others out of the files."""
+"""Logged requests without the admin token: more must not push the others out of the files."""
 
 
 class Audit:
-    """ASGI application that has a line written for each request for a change by the admin API."""
+    """Writes a line for each request for a change by the admin API."""
 
     def __init__(
         self,
@@ -37,13 +36,7 @@ class Audit:
         is_operator: Callable[[dict[bytes, bytes]], bool],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """
-        Args:
-            app: what is audited.
-            write: takes a line, without its end.
-            is_operator: whether a request's headers have the admin token.
-            clock: Unix seconds.
-        """
+        """``write`` takes a line without its end; ``is_operator``: headers have the admin token."""
         self._app = app
         self._write = write
         self._is_operator = is_operator
@@ -109,8 +102,5 @@ def _line(entry: dict[str, Any], body: bytes) -> str:
 
 
 def _without_secrets(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: _LEFT_OUT if _is_private(name) else value for name, value in pairs}
-
-
-def _is_private(name: str) -> bool:
-    return name in _TEXTS or _SECRET.search(name) is not None
+    private = {name for name, _ in pairs if name in _TEXTS or _SECRET.search(name)}
+    return {name: _LEFT_OUT if name in private else value for name, value in pairs}

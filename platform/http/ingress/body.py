@@ -1,10 +1,11 @@
-"""Reads a request's whole body, within limits, before the application sees the request."""
+"""Reads whole request bodies before the application sees them, within limits of each and of all."""
 
 from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from starlette.types import Message, Receive
 
@@ -12,6 +13,7 @@ from loomserve.platform.base.errors import (
     BadRequest,
     BodyTooLarge,
     RequestTimeout,
+    Unavailable,
     UnsupportedBody,
 )
 
@@ -30,6 +32,7 @@ _FORMS = {
 # More digits are no length anybody means, and Python refuses to convert thousands of them.
 _MAX_LENGTH_DIGITS = 18
 _LOOKS = 20
+_RETRY_AFTER_S = 1.0
 
 
 def has_body(headers: Mapping[bytes, bytes]) -> bool:
@@ -42,12 +45,9 @@ async def read_body(
 ) -> bytes | None:
     """The body's bytes, or None if the client went away while it sent them.
 
-    Raises:
-        BadRequest: Content-Length is not a length.
-        BodyTooLarge: the body is longer than ``max_bytes``, declared or counted.
-        RequestTimeout: the body was not here after ``timeout_s`` seconds. The time is counted in
-            looks, so that seconds in which this process got no core count once: the client may
-            have got none either.
+    Raises BadRequest for a wrong Content-Length, BodyTooLarge over ``max_bytes`` (declared or
+    counted), and RequestTimeout after ``timeout_s`` seconds. These are counted in polls, so that
+    seconds in which this process got no core count once: the client may have got none either.
     """
     _check_length(content_length, max_bytes)
     collecting = asyncio.ensure_future(_collect(receive, max_bytes))
@@ -64,10 +64,7 @@ async def read_body(
 
 
 def check_encoding(content_encoding: bytes | None) -> None:
-    """
-    Raises:
-        UnsupportedBody: the body is compressed.
-    """
+    """Raises UnsupportedBody for a compressed body."""
     coding = (content_encoding or b"identity").strip().lower()
     if coding != b"identity":
         raise UnsupportedBody(
@@ -77,11 +74,7 @@ def check_encoding(content_encoding: bytes | None) -> None:
 
 
 def without_bom(body: bytes) -> bytes:
-    """The body without the mark of UTF-8 that some systems begin texts with.
-
-    Raises:
-        UnsupportedBody: it is compressed, or a text in UTF-16 or UTF-32.
-    """
+    """The body without UTF-8's byte order mark; raises UnsupportedBody for other encodings."""
     if body.startswith(codecs.BOM_UTF8):
         return body[len(codecs.BOM_UTF8) :]
     # All JSON, and all forms, begin with two characters of ASCII, which are a byte in UTF-8.
@@ -137,3 +130,36 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
         f"The request body is larger than {max_bytes} bytes. Send less, or ask the operator to "
         "raise server.max_body."
     )
+
+
+class BodyBudget:
+    """Counts the bytes of all request bodies in the process against a bound."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held = 0
+
+    @contextmanager
+    def counted(self, receive: Receive) -> Iterator[Receive]:
+        """A ``receive`` whose bytes count within the block; it may raise Unavailable."""
+        held = 0
+
+        async def counting() -> Message:
+            nonlocal held
+            message = await receive()
+            size = len(message.get("body", b""))
+            held += size
+            self._held += size
+            if self._held > self._most:
+                raise Unavailable(
+                    "The server holds as many bytes of requests as it may. Try again shortly, or "
+                    "ask the operator to raise server.max_body_total.",
+                    reason="bodies_exceeded",
+                    retry_after_s=_RETRY_AFTER_S,
+                )
+            return message
+
+        try:
+            yield counting
+        finally:
+            self._held -= held

@@ -1,20 +1,22 @@
-"""The id of a request and the state of its response."""
+"""The id of a request, the state of its response, and its trace from head to end."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from typing import Any
 
-from starlette.types import Message, Send
+from starlette.types import Message, Scope, Send
 
-from loomserve.platform.tracing import RequestTrace
+from loomserve.platform.requests.endpoints import is_for_clients
+from loomserve.platform.tracing import RequestTrace, RequestTracer
 
 # Ids have to differ, and are no secrets; the kernel's own numbers take tens of microseconds each.
 _random = random.Random()
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_API = "/v1"
 
 
 def choose_request_id(header: bytes | None) -> bytes:
@@ -25,10 +27,7 @@ def choose_request_id(header: bytes | None) -> bytes:
 
 
 class Exchange:
-    """Wrapper of the server's ``send``: adds the ids and records how far the response got.
-
-    Every chunk of a stream passes it, so it does next to nothing.
-    """
+    """Wraps the server's ``send``, cheaply: adds the ids and records how far the response got."""
 
     __slots__ = ("_send", "complete", "is_event_stream", "request_id", "status", "trace")
 
@@ -50,10 +49,7 @@ class Exchange:
         return self._send(message)
 
     def error_event(self, error: Mapping[str, Any], status: int) -> bytes:
-        """The event that ends a stream that began with status 200: an OpenAI error's body.
-
-        ``status`` is what the answer would have had.
-        """
+        """The event with an OpenAI error that ends a stream that began with status 200."""
         # The stream may have ended within an event, which an empty line ends.
         return b"\n\ndata: " + json.dumps(error).encode() + b"\n\n"
 
@@ -68,3 +64,36 @@ class Exchange:
         if self.trace is not None:
             headers.append(self.trace.response_header)
         return {**message, "headers": headers}
+
+
+class IngressTraces:
+    """Begins the traces of requests to the API for clients; others have none."""
+
+    def __init__(self, tracer: RequestTracer, endpoints: Collection[str]) -> None:
+        """``endpoints``: paths that name spans, for themselves and for what is below them."""
+        self._tracer = tracer
+        self._endpoints = sorted(endpoints, key=len, reverse=True)
+
+    def begin(self, scope: Scope) -> RequestTrace | None:
+        """The trace of a request whose scope has its id; None: it has none."""
+        path: str = scope["path"]
+        if path == _API or not is_for_clients(path):
+            return None
+        method: str = scope["method"]
+        endpoint = self._endpoint(path)
+        return self._tracer.begin(
+            f"{method} {endpoint}",
+            {
+                "http.request.method": method,
+                "http.route": endpoint,
+                "loomserve.request_id": scope["state"]["request_id"],
+            },
+            headers=scope["headers"],
+        )
+
+    def _endpoint(self, path: str) -> str:
+        # Spans are grouped by their names, of which clients must not make new ones.
+        for endpoint in self._endpoints:
+            if path == endpoint or path.startswith(endpoint + "/"):
+                return endpoint
+        return _API

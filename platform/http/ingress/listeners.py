@@ -11,27 +11,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from loomserve.platform.access.shared_counts import Counts
 from loomserve.platform.base.descriptors import connections_that_fit, raise_limit
 from loomserve.platform.config import Server
-from loomserve.platform.http.address_limit import AddressLimit
 from loomserve.platform.http.ingress.middleware import FOR_CLIENTS
-from loomserve.platform.http.protocol import Bounds, bounded_protocol
+from loomserve.platform.http.protocol import AddressLimit, Bounds
 from loomserve.platform.http.server import HttpServer, listen
 from loomserve.platform.http.tls import LiveCertificate
 
 
 class Listeners:
-    """HTTP servers of one application at all ports of a server's, each with bounds of its own: a
-    crowd of clients keeps no operator out."""
+    """HTTP servers of one application at all ports; a crowd of clients keeps no operator out."""
 
     def __init__(self, app: ASGIApp, server: Server, counts: Counts) -> None:
-        """
-        Args:
-            app: the platform within its ingress middleware.
-            server: the configuration.
-            counts: connections to clients' ports of other front ends.
-
-        Raises:
-            OSError: an address is in use, or is not of this machine.
-        """
+        """``counts``: connections to other gateway processes. Raises OSError for a bad address."""
         # Where the command has not, as in Kubernetes' pods.
         raise_limit()
         most = connections_that_fit(server.max_connections, len(server.ports))
@@ -43,7 +33,7 @@ class Listeners:
         sockets = _listen(server)
         self._servers = [
             _http_server(
-                app if alone else _ForClients(app), sockets[0], server, certificate, counts
+                app if alone else _for_clients(app), sockets[0], server, certificate, counts
             ),
             *(_http_server(app, sock, server, certificate) for sock in sockets[1:]),
         ]
@@ -57,7 +47,7 @@ class Listeners:
         return all(each.alive for each in self._servers)
 
     async def drain(self) -> None:
-        """Stop, while whoever looks after this process is to let it be."""
+        """Stop; :attr:`drains` says that this process is healthy all the same."""
         self.drains = True
         await self.stop()
 
@@ -66,15 +56,14 @@ class Listeners:
         await asyncio.gather(*(each.stop(self._drain_timeout_s) for each in self._servers))
 
 
-class _ForClients:
-    """ASGI application that tells the ingress middleware in it by which port a request came."""
+def _for_clients(app: ASGIApp) -> ASGIApp:
+    """Tells the ingress middleware in ``app`` that requests came by the port for clients."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def marked(scope: Scope, receive: Receive, send: Send) -> None:
         scope[FOR_CLIENTS] = True
-        await self._app(scope, receive, send)
+        await app(scope, receive, send)
+
+    return marked
 
 
 def _listen(server: Server) -> list[socket.socket]:
@@ -105,4 +94,4 @@ def _http_server(
         by_address=by_address,
         send_timeout_s=server.send_timeout_s,
     )
-    return HttpServer(app, sock, protocol=bounded_protocol(bounds), certificate=certificate)
+    return HttpServer(app, sock, bounds=bounds, certificate=certificate)

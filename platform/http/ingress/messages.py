@@ -1,7 +1,4 @@
-"""Errors of the Messages API, in Anthropic's shape.
-
-All others are written in OpenAI's, by whoever finds them, and are rewritten on their way out.
-"""
+"""Errors of the Messages API, rewritten on their way out from OpenAI's shape into Anthropic's."""
 
 from __future__ import annotations
 
@@ -36,13 +33,7 @@ _COUNTS = re.compile(
 def anthropic_error(
     openai: Mapping[str, Any], status: int, request_id: str | None = None
 ) -> dict[str, Any]:
-    """Anthropic's error object.
-
-    Args:
-        openai: the body of the same error in OpenAI's shape.
-        status: of the answer.
-        request_id: of the request, where it is known.
-    """
+    """Anthropic's error object for the body of the same error in OpenAI's shape."""
     error = openai["error"]
     message = str(error["message"])
     if error.get("code") == _CONTEXT:
@@ -53,10 +44,8 @@ def anthropic_error(
 
 
 def too_long(message: str) -> str:
-    """Anthropic's words for what does not fit into a model's context.
-
-    Clients read them: Claude Code asks for fewer tokens, or compacts its conversation.
-    """
+    """Anthropic's words for what does not fit a model's context; Claude Code reads them, and
+    asks for fewer tokens or compacts its conversation."""
     counts = _COUNTS.search(message)
     if counts is None:
         return f"prompt is too long: {message}"
@@ -77,7 +66,7 @@ def stream_error(event: str) -> str:
 
 
 def anthropic_event(body: bytes, status: int) -> bytes:
-    """The event that tells of an error, by OpenAI's body and the status that it would have had."""
+    """The event of an error, from OpenAI's body and the status that it would have had."""
     return _event(anthropic_error(json.loads(body), status))
 
 
@@ -86,8 +75,6 @@ def _event(body: Mapping[str, Any]) -> bytes:
 
 
 class MessagesExchange(Exchange):
-    """The exchange of a request to the Messages API."""
-
     __slots__ = ("_error", "_head")
 
     def __init__(self, send: Send, request_id: bytes) -> None:

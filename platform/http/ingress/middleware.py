@@ -4,37 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.request_meter import RequestMeter
-from loomserve.platform.base.errors import NothingThere, RequestTimeout, UnexpectedBody
+from loomserve.platform.base.errors import BadRequest, NothingThere, RequestTimeout, UnexpectedBody
 from loomserve.platform.base.request_logs import LoggedRequest, logged_request
 from loomserve.platform.config import Server
 from loomserve.platform.http.ingress.audit import Audit
 from loomserve.platform.http.ingress.authentication import Authentication, under
 from loomserve.platform.http.ingress.body import (
     METHODS_WITH_BODY,
+    BodyBudget,
     check_encoding,
     has_body,
     read_body,
     replay,
     without_bom,
 )
-from loomserve.platform.http.ingress.body_budget import BodyBudget
-from loomserve.platform.http.ingress.exchange import Exchange, choose_request_id
+from loomserve.platform.http.ingress.exchange import Exchange, IngressTraces, choose_request_id
 from loomserve.platform.http.ingress.messages import MessagesExchange
 from loomserve.platform.http.ingress.paths import Directions, check_segments, in_one_way
-from loomserve.platform.http.ingress.responses import (
-    as_request_error,
-    error_response,
-)
-from loomserve.platform.http.ingress.slo import parse_slo_ms
-from loomserve.platform.http.ingress.traces import IngressTraces
+from loomserve.platform.http.ingress.responses import as_request_error, error_response
 from loomserve.platform.requests.endpoints import is_for_clients
 from loomserve.platform.requests.policy.fields import is_of_messages
 
@@ -42,6 +39,8 @@ _log = logging.getLogger("loomserve.ingress")
 FOR_CLIENTS = "loomserve.for_clients"
 """Key of a scope whose request came by a port where there is nothing for operators."""
 _EXCHANGE = "loomserve.exchange"
+_NUMBER = re.compile(rb"[0-9]{1,12}(\.[0-9]{1,12})?")
+_MAX_MS = 86_400_000.0
 
 
 def ingress_middleware(
@@ -58,17 +57,11 @@ def ingress_middleware(
 ) -> ASGIApp:
     """Wrap ``app`` in request ids, CORS, error answers, authentication and limits.
 
-    Args:
-        app: the platform; give it ``exception_handlers`` if it is Starlette or FastAPI.
-        server: the configuration.
-        rejected: called with the error's code, once for every error that a client is answered.
-        streamed: paths whose POST bodies the platform reads itself, as they come and within its
-            own bounds; their ``body`` is None.
-        audit: takes a line for each request for a change by the admin API; None: there is no log.
-        keys: those that may enter, kept up to date by the caller; None: those of ``server``.
-        requests: admits each key's; None: by what this process alone has admitted.
-        traces: begins each request's; None: there are none.
-        endpoints: those that clients may ask for, which are hinted at where there is nothing.
+    Starlette and FastAPI apps need ``exception_handlers``. ``rejected`` gets the code of each error
+    that a client is answered. Bodies posted to ``streamed`` paths are read by the app, and their
+    ``body`` is None. ``audit`` gets a line for each change by the admin API. ``keys`` are kept up
+    to date by the caller; None: those of ``server``. ``endpoints`` are hinted at where there is
+    nothing.
     """
     authentication = Authentication(server, keys or LiveKeys(server))
     meter = requests or RequestMeter()
@@ -108,7 +101,7 @@ def ingress_middleware(
 def _observed(
     scope: Scope, exchange: Exchange, traces: IngressTraces | None, *, logs: bool
 ) -> Iterator[None]:
-    """What becomes of a request is told in its trace, and lines of the log tell the request."""
+    """Record the outcome in the trace, and the request id in lines of the log."""
     state = scope["state"]
     trace = traces.begin(scope) if traces is not None else None
     exchange.trace = state["trace"] = trace
@@ -146,40 +139,32 @@ def _named(scope: Scope, send: Send) -> tuple[Scope, Exchange]:
 
 
 def _as_json(scope: Scope) -> Scope:
-    """The request as the admin API reads it: all bodies there are JSON, whatever their type says,
-    such as that of curl's forms."""
+    """The request as the admin API reads it: all bodies are JSON, whatever their type says."""
     if not under(scope["path"], "/admin"):
         return scope
     others = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
     return {**scope, "headers": [*others, (b"content-type", b"application/json")]}
 
 
+@dataclass(eq=False)
 class _Guard:
     """Middleware within CORS, so that browsers may read its errors too."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        server: Server,
-        authentication: Authentication,
-        rejected: Callable[[str], None],
-        streamed: frozenset[str],
-        requests: RequestMeter,
-        directions: Directions,
-    ) -> None:
-        self._app = app
-        self._server = server
-        self._rejected = rejected
-        self._streamed = streamed
-        self._requests = requests
-        self._authentication = authentication
-        self._directions = directions
+    app: ASGIApp
+    server: Server
+    authentication: Authentication
+    rejected: Callable[[str], None]
+    streamed: frozenset[str]
+    requests: RequestMeter
+    directions: Directions
+
+    def __post_init__(self) -> None:
         # Who may have a body of any size, may have one at least.
-        share = max(server.max_body, server.max_body_total // server.front_ends)
+        share = max(self.server.max_body, self.server.max_body_total // self.server.front_ends)
         self._bodies = BodyBudget(share)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        deadline = asyncio.timeout(self._server.request_timeout_s)
+        deadline = asyncio.timeout(self.server.request_timeout_s)
         try:
             async with deadline:
                 await self._admit(scope, receive, send)
@@ -189,7 +174,7 @@ class _Guard:
 
     def _too_late(self) -> RequestTimeout:
         return RequestTimeout(
-            f"The request was not done after {self._server.request_timeout_s:g} s. Ask for fewer "
+            f"The request was not done after {self.server.request_timeout_s:g} s. Ask for fewer "
             "tokens, or ask the operator to raise server.request_timeout_s."
         )
 
@@ -197,26 +182,26 @@ class _Guard:
         check_segments(scope["path"])
         headers = dict(scope["headers"])
         for_clients = FOR_CLIENTS in scope
-        key = self._authentication.check(scope["path"], headers, for_clients=for_clients)
+        key = self.authentication.check(scope["path"], headers, for_clients=for_clients)
         state = scope["state"]
         state["api_key"] = key
         state["slo_ms"] = parse_slo_ms(headers.get(b"x-slo-ms"))
         if key is None or not is_for_clients(scope["path"]):
             await self._run(headers, scope, receive, send)
             return
-        self._requests.acquire(key)
+        self.requests.acquire(key)
         sequences = 1
 
         def take_more(more: int) -> None:
             nonlocal sequences
-            self._requests.acquire_more(key, more)
+            self.requests.acquire_more(key, more)
             sequences += more
 
         state["take_more"] = take_more
         try:
             await self._run(headers, scope, receive, send)
         finally:
-            self._requests.release(key, sequences)
+            self.requests.release(key, sequences)
 
     async def _run(
         self, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send
@@ -228,35 +213,35 @@ class _Guard:
                     f"A {scope['method']} request has no body here. Send it without one."
                 )
             state["body"] = b""
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         check_encoding(headers.get(b"content-encoding"))
-        if scope["method"] == "POST" and scope["path"] in self._streamed:
+        if scope["method"] == "POST" and scope["path"] in self.streamed:
             state["body"] = None
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
         else:
             # The body is kept until the answer has ended, for another engine may have to get it.
             with self._bodies.counted(receive) as counted:
                 state["body"] = body = await read_body(
                     counted,
                     headers.get(b"content-length"),
-                    max_bytes=self._server.max_body,
-                    timeout_s=self._server.header_timeout_s,
+                    max_bytes=self.server.max_body,
+                    timeout_s=self.server.header_timeout_s,
                 )
                 if body is not None:
                     state["body"] = body = without_bom(body)
-                    await self._app(_as_json(scope), replay(body, receive), send)
+                    await self.app(_as_json(scope), replay(body, receive), send)
 
     async def _answer(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope[_EXCHANGE]
         answered = as_request_error(error)
         if isinstance(answered, NothingThere):
-            answered = self._directions.given(answered, scope["path"])
+            answered = self.directions.given(answered, scope["path"])
         elif answered is not error:
             _log.error("request %s failed", exchange.request_id.decode(), exc_info=error)
         if exchange.complete and exchange.status is not None and exchange.status < 400:
             return
-        self._rejected(answered.code)
+        self.rejected(answered.code)
         if exchange.trace is not None:
             exchange.trace.failed(answered.code)
         if exchange.status is None:
@@ -269,3 +254,16 @@ class _Guard:
         else:
             # Only a broken connection tells the client that a plain body is not whole.
             raise error
+
+
+def parse_slo_ms(header: bytes | None) -> float | None:
+    """Milliseconds, more than zero and at most a day; None without header. Raises BadRequest."""
+    if header is None:
+        return None
+    if _NUMBER.fullmatch(header) and 0 < (slo_ms := float(header)) <= _MAX_MS:
+        return slo_ms
+    raise BadRequest(
+        f"The x-slo-ms header must be a number of milliseconds, more than 0 and at most "
+        f"{_MAX_MS:.0f}.",
+        param="x-slo-ms",
+    )

@@ -26,7 +26,7 @@ from loomserve.platform.base.errors import (
 )
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.config import FieldError
-from loomserve.platform.http.refused_paths import nothing_at
+from loomserve.platform.http.ingress.paths import nothing_at
 
 T = TypeVar("T")
 
@@ -65,11 +65,28 @@ def as_request_error(error: Exception) -> RequestError:
 
 
 async def _refuse_http(request: Request, error: HTTPException) -> NoReturn:
-    raise _from_http(request, error) from None
+    path = request.scope["path"]
+    if error.status_code == MethodNotAllowed.status:
+        allow = (error.headers or {}).get("Allow", "")
+        raise MethodNotAllowed(
+            f"{path} does not answer {request.method}. Use {allow or 'another method'}.",
+            allow=allow,
+        ) from None
+    if error.status_code == NotFound.status and error.detail == "Not Found":
+        raise nothing_at(path) from None
+    fallback = BadRequest if error.status_code < 500 else InternalError
+    raise _BY_STATUS.get(error.status_code, fallback)(error.detail) from None
 
 
 async def _refuse_validation(_: Request, error: RequestValidationError) -> NoReturn:
-    raise _from_validation(error) from None
+    problems = error.errors()
+    # The first part of a place says where the value came from: body, query, path or header.
+    places = [_place(problem) for problem in problems]
+    messages = [str(problem["msg"]).removeprefix("Value error, ") for problem in problems]
+    message = "; ".join(
+        f"{place}: {text}" if place else text for place, text in zip(places, messages, strict=True)
+    )
+    raise BadRequest(message, param=places[0] or None) from None
 
 
 async def _respond(_: Request, error: Exception) -> Response:
@@ -81,36 +98,7 @@ async def _respond(_: Request, error: Exception) -> Response:
 # sees, logs and counts it too.
 exception_handlers: dict[
     int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]
-] = {
-    HTTPException: _refuse_http,
-    RequestValidationError: _refuse_validation,
-    Exception: _respond,
-}
-
-
-def _from_http(request: Request, error: HTTPException) -> RequestError:
-    path = request.scope["path"]
-    if error.status_code == MethodNotAllowed.status:
-        allow = (error.headers or {}).get("Allow", "")
-        return MethodNotAllowed(
-            f"{path} does not answer {request.method}. Use {allow or 'another method'}.",
-            allow=allow,
-        )
-    if error.status_code == NotFound.status and error.detail == "Not Found":
-        return nothing_at(path)
-    fallback = BadRequest if error.status_code < 500 else InternalError
-    return _BY_STATUS.get(error.status_code, fallback)(error.detail)
-
-
-def _from_validation(error: RequestValidationError) -> BadRequest:
-    problems = error.errors()
-    # The first part of a place says where the value came from: body, query, path or header.
-    places = [_place(problem) for problem in problems]
-    messages = [str(problem["msg"]).removeprefix("Value error, ") for problem in problems]
-    message = "; ".join(
-        f"{place}: {text}" if place else text for place, text in zip(places, messages, strict=True)
-    )
-    return BadRequest(message, param=places[0] or None)
+] = {HTTPException: _refuse_http, RequestValidationError: _refuse_validation, Exception: _respond}
 
 
 def _place(problem: Mapping[str, Any]) -> str:

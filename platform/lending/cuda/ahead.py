@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,85 +10,82 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from loomserve.platform.lending.cuda import attention, borrowing, resident, serving
-from loomserve.platform.lending.cuda.buffer import TaskShape
+from loomserve.platform.lending.cuda.borrowing import DeviceBorrower
+from loomserve.platform.lending.cuda.buffer import TaskBuffer, TaskShape
 from loomserve.platform.lending.cuda.kernel import INTERPRETED
+from loomserve.platform.lending.cuda.resident import serve_for
+from loomserve.platform.lending.cuda.serving import DeviceLender
 
-_NUMBERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-_WORDS = ("posted", "closed", "state", "done", "caches", "granted", "slots")
-_INDICES = ("requests", "contexts", "block_table", "ended")
-_ROWS = ("query", "key", "value", "to_query", "to_key", "to_value", "output", "from_output")
-_SUMS = ("lse", "from_lse", "sums", "gathered")
-
-KERNELS = (
-    borrowing.post_rows,
-    borrowing.wait_for_answer,
-    borrowing.fetch_rows,
-    borrowing.merge_rows,
-    serving.poll_task,
-    serving.write_rows,
-    attention.attend_rows,
-    resident.serve_tasks,
-)
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+_APART = 16
+"""Rows between blocks that lie abreast, as any number of them compiles alike."""
 
 
 def compiled(shape: TaskShape, capability: int, abreast: int = 1) -> dict[str, Any]:
-    """Compile all kernels for a shape and a GPU, such as 90 for sm_90.
-
-    Args:
-        abreast: blocks of the borrower's that lie beside one another.
-
-    Returns:
-        Triton's compiled kernels by name; ``asm["ptx"]`` and ``asm["cubin"]`` of each.
-
-    Raises:
-        RuntimeError: Triton interprets its kernels in this process.
-    """
+    """Compile all kernels for a shape and a GPU, such as 90 for sm_90; returns them by name, with
+    ``asm["ptx"]`` and ``asm["cubin"]``. ``RuntimeError`` if Triton interprets kernels here."""
     if INTERPRETED:
         raise RuntimeError("interpreted kernels cannot be compiled: unset TRITON_INTERPRET")
-    return {one.fn.__name__: _compiled(one, shape, capability, abreast) for one in KERNELS}
+    found: dict[str, Any] = {}
 
+    def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> None:
+        arguments = dict(zip(kernel.arg_names, given, strict=False)) | named
+        found[kernel.fn.__name__] = _compiled(kernel, arguments, capability)
 
-def _compiled(kernel: Any, shape: TaskShape, capability: int, abreast: int) -> Any:
-    types = dict.fromkeys(_WORDS, "*i64") | dict.fromkeys(_INDICES, "*i32")
-    types |= dict.fromkeys(_ROWS, _NUMBERS[shape.dtype]) | dict.fromkeys(_SUMS, "*fp32")
-    group = shape.query_heads // shape.kv_heads
-    one_warp = kernel in (borrowing.wait_for_answer, serving.poll_task)
-    width = shape.query_width if kernel is borrowing.fetch_rows else shape.key_width
-    fixed = {
-        "query_width": shape.query_width,
-        "key_width": shape.key_width,
-        "width": width,
-        "query_heads": shape.query_heads,
-        "kv_heads": shape.kv_heads,
-        "abreast": abreast,
-        "head_size": shape.head_size,
-        "padded": attention.padded_head(shape),
-        "padded_head": attention.padded_head(shape),
-        "group": group,
-        "padded_group": attention.padded_group(shape),
-        "block_size": shape.block_size,
-        "scale": shape.scale,
-        "tile": borrowing.TILE,
-        "row_tile": serving.ROW_TILE,
-        "context_tile": attention.CONTEXT_TILE,
-        "part_tiles": attention.PART_TILES,
-        "most_parts": attention.most_parts(shape, attention.PART_TILES),
-    }
-    names = [parameter.name for parameter in kernel.params]
-    constants = {p.name: fixed[p.name] for p in kernel.params if p.is_constexpr}
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
-    }
-    # As Triton finds at a launch: torch's memory, and strides within it, are multiples of 16.
-    aligned: dict[tuple[int, ...], list[list[Any]]] = {
-        (place,): [["tt.divisibility", 16]]
-        for place, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name.endswith("_stride")
-    }
-    options = {"num_warps": 1 if one_warp else 4}
-    return triton.compile(
-        ASTSource(kernel, signature, constexprs=constants, attrs=aligned),
-        target=GPUTarget("cuda", capability, 32),
-        options=attention.ATTENDING if kernel is attention.attend_rows else options,
+    # Memory without content, as kernels depend on types and alignment alone.
+    buffer = TaskBuffer.allocate(shape, "meta", "meta")
+    DeviceBorrower(shape, buffer, patience_s=1.0).compile(launch, merge=True)
+    size = ((abreast - 1) * _APART + 1, shape.kv_heads, shape.block_size, shape.head_size)
+    cache = torch.empty(size, dtype=shape.dtype, device="meta")
+    lender = DeviceLender(
+        shape,
+        buffer,
+        [(cache, cache)] * shape.layers,
+        granted=torch.zeros(1, dtype=torch.int64, device="meta"),
+        abreast=abreast,
+        apart=_APART,
     )
+    with lender.compiling(launch):
+        lender.serve()
+        serve_for(lender, seconds=1.0, programs=1)
+    return found
+
+
+def _compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> Any:
+    names = [parameter.name for parameter in kernel.params]
+    fixed = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
+    signature = {name: "constexpr" if name in fixed else _type(arguments[name]) for name in names}
+    aligned: dict[tuple[int, ...], list[list[Any]]] = {
+        path: [["tt.divisibility", 16]]
+        for place, parameter in enumerate(kernel.params)
+        if not parameter.is_constexpr
+        for path in _aligned(arguments[parameter.name], (place,), parameter.do_not_specialize)
+    }
+    options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
+    return triton.compile(
+        ASTSource(kernel, signature, constexprs=fixed, attrs=aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options=options,
+    )
+
+
+def _type(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return _TYPES[argument.dtype]
+    # Of a named tuple, as Triton takes the names from it.
+    return "i32" if isinstance(argument, int) else type(argument)(*map(_type, argument))
+
+
+def _aligned(argument: Any, path: tuple[int, ...], any_number: bool) -> Iterator[tuple[int, ...]]:
+    """Yield the paths of what Triton finds at a launch to be a multiple of 16."""
+    if isinstance(argument, tuple):
+        for place, each in enumerate(argument):
+            yield from _aligned(each, (*path, place), any_number)
+    elif isinstance(argument, torch.Tensor) or (not any_number and argument % 16 == 0):
+        yield path

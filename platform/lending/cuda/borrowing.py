@@ -21,6 +21,7 @@ from loomserve.platform.lending.cuda.buffer import (
 )
 from loomserve.platform.lending.cuda.kernel import (
     LOOKS,
+    Launch,
     compile_for,
     kernel,
     launch,
@@ -53,11 +54,7 @@ def post_rows(
     query: tl.tensor,
     key: tl.tensor,
     value: tl.tensor,
-    to_query: tl.tensor,
-    to_key: tl.tensor,
-    to_value: tl.tensor,
-    posted: tl.tensor,
-    closed: tl.tensor,
+    buffer: tl.tuple,
     state: tl.tensor,
     layer: tl.tensor,
     query_stride: tl.tensor,
@@ -69,25 +66,24 @@ def post_rows(
 ) -> None:
     """Copy a row a program into the task buffer; the last program publishes the task.
 
-    Args:
-        query: [rows, query_width], rows ``query_stride`` apart; ``key`` and ``value`` likewise.
-        layer: int32, from 0.
-
-    A closed loan gets no task, but its number, so that no wait takes an old answer for its own.
+    ``query`` is [rows, query_width], its rows ``query_stride`` apart; ``key`` and ``value``
+    likewise. A closed loan gets no task, but its number, so that no wait takes an old answer for
+    its own.
     """
     row = tl.program_id(0)
     rows = tl.load(state + ROWS)
     if row < rows:
-        copy_row(query + row * query_stride, to_query + row * query_width, query_width, tile)
-        copy_row(key + row * key_stride, to_key + row * key_width, key_width, tile)
-        copy_row(value + row * value_stride, to_value + row * key_width, key_width, tile)
+        copy_row(query + row * query_stride, buffer.query + row * query_width, query_width, tile)
+        copy_row(key + row * key_stride, buffer.key + row * key_width, key_width, tile)
+        copy_row(value + row * value_stride, buffer.value + row * key_width, key_width, tile)
         tl.debug_barrier()
         before = tl.atomic_add(state + ARRIVED, 1, sem="acq_rel", scope="sys")
         if before == rows - 1:
             number = tl.load(state + NUMBER) + 1
             tl.store(state + ARRIVED, 0)
             tl.store(state + NUMBER, number)
-            if tl.load(closed, volatile=True) == 0:
+            if tl.load(buffer.closed, volatile=True) == 0:
+                posted = buffer.posted
                 tl.store(posted + LAYER, layer.to(tl.int64))
                 tl.store(posted + ROWS, rows)
                 now = now_ns()
@@ -113,7 +109,7 @@ def wait_for_answer(done: tl.tensor, closed: tl.tensor, state: tl.tensor) -> Non
     looks = tl.full((), 0, tl.int64)
     while waiting != 0:
         looks += 1
-        # Before it looks for the result, lest a halt of this kernel pass for the lender's.
+        # Before the look for the result, or a halt of this kernel would pass for the lender's.
         now = now_ns()
         if tl.atomic_add(done + NUMBER, 0, sem="acquire", scope="sys") == number:
             answered = tl.full((), 1, tl.int64)
@@ -138,11 +134,8 @@ def fetch_rows(
     width: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Copy a row a program of the answer, or zeros if there is none.
-
-    Args:
-        output: [rows, width], rows ``output_stride`` apart.
-    """
+    """Copy a row a program of the answer, or zeros if there is none. ``output`` is [rows, width],
+    its rows ``output_stride`` apart."""
     row = tl.program_id(0)
     answered = tl.load(state + ANSWERED) != 0
     if row < tl.load(state + ROWS):
@@ -171,11 +164,8 @@ def merge_rows(
 
     One program a row and query head. With l = log(sum of exp(logits)) of each part, the whole is
     their outputs weighted by exp(l) (as of FlashDecoding). Without an answer ``output`` stays.
-
-    Args:
-        output: [rows, query_heads, head_size], rows ``output_stride`` apart, heads contiguous.
-        lse: float32, of ``output``; -inf for an empty part. The merged one is left there.
-        padded: ``head_size``, up to a power of two.
+    ``output`` is [rows, query_heads, head_size], its rows ``output_stride`` apart, heads
+    contiguous. ``lse`` is float32, -inf for an empty part; the merged one is left there.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -208,32 +198,29 @@ class DeviceBorrower:
     """
 
     def __init__(self, shape: TaskShape, buffer: TaskBuffer, patience_s: float) -> None:
-        """
-        Args:
-            shape: of the borrower's attention.
-            buffer: as this end has it mapped.
-            patience_s: after it a wait closes the loan as timed out.
-        """
         self._shape = shape
         self._buffer = buffer
         self._rows = 0
-        self._launch = launch
+        self._launch: Launch = launch
         device = buffer.output.device
         self._places = torch.arange(shape.max_rows, dtype=torch.int32, device=device)
         self.state = torch.zeros(LINE_WORDS, dtype=torch.int64, device=device)
         """On the device: ``ANSWERED`` tells whether the last wait had an answer."""
         self.state[PATIENCE_NS.value] = int(patience_s * 1e9)
 
-    def compile(self) -> None:
-        """Compile what :meth:`post` and :meth:`wait` queue, which takes seconds at the first."""
+    def compile(self, how: Launch = compile_for, *, merge: bool = False) -> None:
+        """Compile what :meth:`post` and :meth:`wait` queue, which takes seconds at the first.
+        ``merge``: what :meth:`wait_and_merge` does, too."""
         shape, device = self._shape, self._buffer.output.device
         query, key = (
             torch.empty((1, heads, shape.head_size), dtype=shape.dtype, device=device)
             for heads in (shape.query_heads, shape.kv_heads)
         )
-        self._rows, self._launch = 1, compile_for
+        self._rows, self._launch = 1, how
         self.post(0, query, key, key)
         self.wait(query)
+        if merge:
+            self.wait_and_merge(query, torch.empty(query.shape[:2], device=device))
         self._rows, self._launch = 0, launch
 
     def begin_step(
@@ -245,16 +232,9 @@ class DeviceBorrower:
     ) -> None:
         """Write what the rows of this step's tasks are, as in vLLM's attention metadata.
 
-        All are on the device; no task may be in flight.
-
-        Args:
-            query_start_loc: int32 [requests + 1], counted from these rows' first.
-            seq_lens: int32 [requests], tokens in the cache after this step.
-            block_table: int32 [requests, up to max_blocks], in the loan's own numbering.
-            slot_mapping: int64 [rows].
-
-        Raises:
-            ValueError: the step is larger than the buffer, or empty.
+        All are on the device; their types are those of
+        :meth:`loomserve.platform.lending.ring.borrower.Borrower.begin_step`. No task may be in
+        flight. ``ValueError`` if the step is larger than the buffer, or empty.
         """
         shape, rows, requests = self._shape, len(slot_mapping), len(seq_lens)
         width = block_table.shape[1]
@@ -279,17 +259,11 @@ class DeviceBorrower:
     def post(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Hand the step's rows of one layer to the lender.
 
-        Args:
-            layer: from 0.
-            query: [rows, query_heads, head_size] of the shape's dtype. A row is contiguous, here
-                as in the others.
-            key: [rows, kv_heads, head_size].
-            value: like ``key``.
-
-        Raises:
-            ValueError: the tensors are not of this step and shape.
+        ``query`` is [rows, query_heads, head_size] of the shape's dtype, ``key`` and ``value`` are
+        [rows, kv_heads, head_size]; a row of each is contiguous. ``ValueError`` if the tensors are
+        not of this step and shape.
         """
-        shape, buffer = self._shape, self._buffer
+        shape = self._shape
         self._check(query, shape.query_heads)
         self._check(key, shape.kv_heads)
         self._check(value, shape.kv_heads)
@@ -299,11 +273,7 @@ class DeviceBorrower:
             query,
             key,
             value,
-            buffer.query,
-            buffer.key,
-            buffer.value,
-            buffer.posted,
-            buffer.closed,
+            self._buffer,
             self.state,
             layer,
             query.stride(0),
@@ -315,11 +285,8 @@ class DeviceBorrower:
         )
 
     def wait(self, output: torch.Tensor) -> None:
-        """Wait for the posted task, and copy its attention, or zeros, into ``output``.
-
-        Args:
-            output: [rows, query_heads, head_size]; a row is contiguous.
-        """
+        """Wait for the posted task, and copy its attention, or zeros, into ``output``, which is
+        [rows, query_heads, head_size] with contiguous rows."""
         self._check(output, self._shape.query_heads)
         self._await()
         self._launch(
@@ -334,12 +301,8 @@ class DeviceBorrower:
         )
 
     def wait_and_merge(self, output: torch.Tensor, lse: torch.Tensor) -> None:
-        """Wait for the posted task, and merge its attention with ``output`` over the rest.
-
-        Args:
-            output: [rows, query_heads, head_size]; a row is contiguous.
-            lse: float32 [rows, query_heads], of any strides.
-        """
+        """Wait for the posted task, and merge its attention with ``output`` over the rest, whose
+        ``lse`` is float32 [rows, query_heads] of any strides."""
         shape = self._shape
         self._check(output, shape.query_heads)
         self._await()
@@ -356,7 +319,7 @@ class DeviceBorrower:
             lse.stride(1),
             query_heads=shape.query_heads,
             head_size=shape.head_size,
-            padded=1 << (shape.head_size - 1).bit_length(),
+            padded=shape.padded_head,
         )
 
     def _await(self) -> None:

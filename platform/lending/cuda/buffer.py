@@ -55,19 +55,9 @@ REFUSED = tl.constexpr(5)
 
 @dataclass(frozen=True)
 class TaskShape:
-    """The geometry of a borrower's attention, and the most that one step has.
-
-    Neither sliding windows nor soft caps of logits: the kernels know none.
-
-    Attributes:
-        dtype: Of activations and KV alike.
-        scale: By which logits are multiplied.
-        block_size: Tokens of a KV block, a power of two.
-        max_blocks: Of one request.
-
-    Raises:
-        ValueError: the kernels cannot compute this.
-    """
+    """The geometry of a borrower's attention, and the most that one step has. Activations and KV
+    have the same ``dtype``. The kernels know neither sliding windows nor soft caps. ``ValueError``
+    if the kernels cannot compute this."""
 
     layers: int
     query_heads: int
@@ -97,57 +87,43 @@ class TaskShape:
     def key_width(self) -> int:
         return self.kv_heads * self.head_size
 
+    @property
+    def padded_head(self) -> int:
+        return 1 << (self.head_size - 1).bit_length()
+
+    @property
+    def padded_group(self) -> int:
+        """Query heads of a KV head, as a power of two of at least 16, which matrix units take."""
+        return max(16, 1 << (self.query_heads // self.kv_heads - 1).bit_length())
+
 
 class TaskBuffer(NamedTuple):
     """The tensors of one loan, as each end has them mapped.
 
-    In the lender's memory, written by the borrower:
-
-    * ``posted``: int64 [LINE_WORDS]: number of the last task, its layer, its rows, when it was
-      posted (ns of the borrower's clock);
-    * ``requests``: int32 [max_rows], the row of ``block_table`` of each row of the batch;
-    * ``contexts``: int32 [max_rows], how many tokens of its request the row attends to, from the
-      first, itself included;
-    * ``block_table``: int32 [max_requests, max_blocks], in the loan's own numbering of blocks;
-    * ``slots``: int64 [max_rows], block * block_size + place in the block, of the row's own KV;
-    * ``query``: [max_rows, query_heads, head_size], ``key`` and ``value``: [max_rows, kv_heads,
-      head_size].
-
-    In the borrower's memory, written by the lender:
-
-    * ``done``: int64 [LINE_WORDS]: number of the last task done, when it was picked up, when it was
-      finished (ns of the lender's clock);
-    * ``output``: [max_rows, query_heads, head_size];
-    * ``lse``: float32 [max_rows, query_heads], the natural logarithm of the sum of exp(logits).
-
-    In either's, or the host's: ``closed``: int64 [1], 0 while the loan is open.
+    The borrower writes those up to ``value``, in the lender's memory; the lender writes those from
+    ``done`` to ``lse``, in the borrower's. ``closed`` is in either's, or the host's. Times are ns
+    of the writer's clock.
     """
 
-    posted: torch.Tensor
-    requests: torch.Tensor
-    contexts: torch.Tensor
-    block_table: torch.Tensor
-    slots: torch.Tensor
+    posted: torch.Tensor  # number of the last task, its layer, its rows, when it was posted
+    requests: torch.Tensor  # the row of block_table of each row of the batch
+    contexts: torch.Tensor  # tokens of its request that a row attends to, itself included
+    block_table: torch.Tensor  # in the loan's own numbering of blocks
+    slots: torch.Tensor  # block * block_size + place in the block, of a row's own KV
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    done: torch.Tensor
+    done: torch.Tensor  # number of the last task done, when it was picked up, and finished
     output: torch.Tensor
-    lse: torch.Tensor
-    closed: torch.Tensor
+    lse: torch.Tensor  # the natural logarithm of the sum of exp(logits)
+    closed: torch.Tensor  # int64 [1], 0 while the loan is open
 
     @classmethod
     def over(
         cls, shape: TaskShape, lender: torch.Tensor, borrower: torch.Tensor, closed: torch.Tensor
     ) -> TaskBuffer:
-        """Lay a buffer over flat memory of both ends.
-
-        Args:
-            shape: of the loan.
-            lender: uint8 [:func:`lender_bytes`], zeros at first; ``borrower`` likewise, of
-                :func:`borrower_bytes`.
-            closed: int64 [1].
-        """
+        """Lay a buffer over flat memory, uint8 [:func:`lender_bytes`] and uint8
+        [:func:`borrower_bytes`], of zeros at first; ``closed`` is int64 [1]."""
         return cls(
             **_views(_of_lender(shape), lender),
             **_views(_of_borrower(shape), borrower),
@@ -156,7 +132,7 @@ class TaskBuffer(NamedTuple):
 
     @classmethod
     def allocate(cls, shape: TaskShape, lender: str, borrower: str) -> TaskBuffer:
-        """Make a buffer within one process, of zeros, ``closed`` beside the borrower."""
+        """Make a buffer of zeros within one process, ``closed`` beside the borrower."""
         return cls.over(
             shape,
             torch.zeros(lender_bytes(shape), dtype=torch.uint8, device=lender),
@@ -169,7 +145,6 @@ _Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def lender_bytes(shape: TaskShape) -> int:
-    """Bytes of what lies in the lender's memory."""
     return _end(_of_lender(shape))
 
 

@@ -23,9 +23,7 @@ the host's memory, or the other end's."""
 
 def kernel(*fixed: str) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function with Triton; of the parameters named, no value has a variant of its own.
-
-    Else Triton compiles a kernel again for the layer 1, and for each layer that 16 divides.
-    """
+    Else Triton compiles a kernel again for the layer 1, and for each layer that 16 divides."""
 
     def compiled(function: Callable[..., Any]) -> Any:
         return triton.jit(function, do_not_specialize=list(fixed))
@@ -33,8 +31,11 @@ def kernel(*fixed: str) -> Callable[[Callable[..., Any]], Any]:
     return compiled
 
 
+Launch = Callable[..., None]
+"""Takes a kernel, its grid and its arguments: :func:`launch` or :func:`compile_for`."""
+
+
 def launch(compiled: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> None:
-    """Queue a kernel on the current stream."""
     compiled[grid](*given, **named)
 
 

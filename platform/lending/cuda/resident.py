@@ -7,7 +7,7 @@ fails where they never would. It belongs on a stream of its own.
 
 The first program looks for tasks, and says which there is by ``SERVING``. For each, all programs
 write rows, wait for each other, and attend; who ends last publishes. The kernel ends by itself
-after a while, lest a host that died leave it there, and the host queues the next.
+after a while, so that a host that died does not leave it there, and the host queues the next.
 """
 
 from __future__ import annotations
@@ -29,68 +29,29 @@ WRITTEN = tl.constexpr(8)
 
 
 @kernel(
-    "layers",
-    "max_rows",
-    "blocks",
-    "max_requests",
-    "max_blocks",
-    "first",
-    "programs",
-    "most_ns",
+    "blocks", "layers", "max_rows", "max_requests", "max_blocks", "first", "programs", "most_ns"
 )
 def serve_tasks(
-    posted: tl.tensor,
-    query: tl.tensor,
-    key: tl.tensor,
-    value: tl.tensor,
-    slots: tl.tensor,
-    requests: tl.tensor,
-    contexts: tl.tensor,
-    block_table: tl.tensor,
-    caches: tl.tensor,
+    buffer: tl.tuple,
     granted: tl.tensor,
-    closed: tl.tensor,
-    state: tl.tensor,
-    ended: tl.tensor,
-    sums: tl.tensor,
-    gathered: tl.tensor,
-    done: tl.tensor,
-    output: tl.tensor,
-    lse: tl.tensor,
+    memory: tl.tuple,
+    caches: tl.tensor,
+    strides: tl.tuple,
+    blocks: tl.tensor,
     layers: tl.tensor,
     max_rows: tl.tensor,
-    blocks: tl.tensor,
     max_requests: tl.tensor,
     max_blocks: tl.tensor,
-    block_stride: tl.tensor,
-    abreast_stride: tl.tensor,
-    head_stride: tl.tensor,
-    token_stride: tl.tensor,
     first: tl.tensor,
     programs: tl.tensor,
     most_ns: tl.tensor,
-    abreast: tl.constexpr,
-    width: tl.constexpr,
-    scale: tl.constexpr,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    padded_group: tl.constexpr,
-    head_size: tl.constexpr,
-    padded_head: tl.constexpr,
-    block_size: tl.constexpr,
-    row_tile: tl.constexpr,
-    context_tile: tl.constexpr,
-    part_tiles: tl.constexpr,
-    most_parts: tl.constexpr,
+    fixed: tl.constexpr,
 ) -> None:
     """Serve tasks until the loan is closed, or for ``most_ns`` ns and to the end of a task then.
-
-    Args:
-        first: the number of this launch's first program among ``programs``.
-
-    The others are as of ``write_rows`` and ``attend_rows``.
-    """
+    ``first`` is the number of this launch's first program among ``programs``. The other arguments
+    are those of :func:`~loomserve.platform.lending.cuda.attention.attend_rows`."""
     me = first + tl.program_id(0)
+    state = memory.state
     begin = now_ns()
     seen = tl.load(state + NUMBER)
     tasks = tl.full((), 0, tl.int64)
@@ -101,34 +62,19 @@ def serve_tasks(
             looks += 1
             over = looks % LOOKS == 0
             if over:
-                over = (tl.load(closed, volatile=True) != 0) | (now_ns() - begin >= most_ns)
+                closed = tl.load(buffer.closed, volatile=True) != 0
+                over = closed | (now_ns() - begin >= most_ns)
             if over:
                 tl.atomic_xchg(state + ENDED, 1, sem="release", scope="gpu")
             else:
-                take_task(posted, granted, closed, state, seen, blocks, layers, max_rows)
+                take_task(
+                    buffer.posted, granted, buffer.closed, state, seen, blocks, layers, max_rows
+                )
         # Before SERVING: a task that was taken before the end is served.
         over_for_all = tl.atomic_add(state + ENDED, 0, sem="acquire", scope="gpu")
         serving = tl.atomic_add(state + SERVING, 0, sem="acquire", scope="gpu")
         if serving != seen:
-            write_units(
-                me,
-                programs,
-                key,
-                value,
-                slots,
-                caches,
-                closed,
-                state,
-                block_stride,
-                abreast_stride,
-                head_stride,
-                token_stride,
-                abreast,
-                head_size,
-                width,
-                block_size,
-                row_tile,
-            )
+            write_units(me, programs, buffer, state, caches, strides, fixed)
             tl.debug_barrier()
             tl.atomic_add(state + WRITTEN, 1, sem="release", scope="gpu")
             tasks += 1
@@ -139,36 +85,13 @@ def serve_tasks(
                 me,
                 programs,
                 serving,
-                query,
-                requests,
-                contexts,
-                block_table,
+                buffer,
+                memory,
                 caches,
-                closed,
-                state,
-                ended,
-                sums,
-                gathered,
-                done,
-                output,
-                lse,
+                strides,
                 max_requests,
                 max_blocks,
-                block_stride,
-                abreast_stride,
-                head_stride,
-                token_stride,
-                abreast,
-                scale,
-                kv_heads,
-                group,
-                padded_group,
-                head_size,
-                padded_head,
-                block_size,
-                context_tile,
-                part_tiles,
-                most_parts,
+                fixed,
             )
             seen = serving
         elif over_for_all != 0:
@@ -178,16 +101,11 @@ def serve_tasks(
 
 
 def serve_for(lender: DeviceLender, seconds: float, programs: int) -> None:
-    """Queue the server on the current stream, for a while.
+    """Queue the server on the current stream: ``programs``, a multiprocessor each, for
+    ``seconds`` or until the loan is closed.
 
-    Args:
-        lender: whose loan it serves, and nobody else's kernels meanwhile.
-        seconds: for so long, unless the loan is closed before; a task that is being served then is
-            served to its end.
-        programs: how many there are, one a multiprocessor.
-
-    Raises:
-        RuntimeError: so many programs cannot run at once there.
+    A task that is being served when the time is up is served to its end. Nobody may queue this
+    lender's other kernels meanwhile. ``RuntimeError`` if so many programs cannot run at once there.
     """
     begin_anew(lender.state)
     queue_programs(lender, seconds, programs, range(programs))

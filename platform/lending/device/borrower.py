@@ -9,15 +9,14 @@ import torch
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.lending.cuda.borrowing import HANDED_AT, TAKEN_AT, DeviceBorrower
 from loomserve.platform.lending.cuda.buffer import TaskBuffer, borrower_bytes, lender_bytes
-from loomserve.platform.lending.device.files import answer_file, task_file
 from loomserve.platform.lending.device.memory import SharedMemory
-from loomserve.platform.lending.device.shape import task_shape
+from loomserve.platform.lending.device.shape import answer_file, task_file, task_shape
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.ring import LINE_WORDS, ControlLine, Ring
 
 
 class KernelBorrower(Borrower):
-    """A :class:`~loomserve.platform.lending.leaf.BorrowerEnd` for the stream that runs a model.
+    """A borrower's end for the stream that runs a model.
 
     All of a step is queued there, so nothing says in a step whether an answer came: what did not
     is zeros, and the ring is closed by then, which the scheduler sees before it takes the step's
@@ -25,15 +24,7 @@ class KernelBorrower(Borrower):
     """
 
     def __init__(self, ring: Ring, memory: SharedMemory, patience_s: float) -> None:
-        """
-        Args:
-            ring: of the loan.
-            memory: as the lender's.
-            patience_s: after it a wait closes the ring as TIMED_OUT.
-
-        Raises:
-            StartError: the lender made nothing for kernels beside the ring.
-        """
+        """``StartError`` if the lender made nothing for kernels beside the ring."""
         super().__init__(ring, in_python=True)
         shape, path = task_shape(ring), ring.path
         tasks = memory.open(task_file(path), lender_bytes(shape))

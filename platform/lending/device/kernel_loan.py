@@ -18,9 +18,8 @@ from loomserve.platform.lending.cuda.buffer import (
 )
 from loomserve.platform.lending.cuda.resident import serve_for
 from loomserve.platform.lending.cuda.serving import DeviceLender
-from loomserve.platform.lending.device.files import answer_file, task_file
 from loomserve.platform.lending.device.memory import SharedMemory
-from loomserve.platform.lending.device.shape import task_shape
+from loomserve.platform.lending.device.shape import answer_file, task_file, task_shape
 from loomserve.platform.lending.policy.layout import PLAIN, Rows
 from loomserve.platform.lending.ring.lent_ring import GRANTED, LentRing
 from loomserve.platform.lending.ring.ring import Closed, ControlLine, RingPeer
@@ -37,10 +36,8 @@ _SHARE = 8
 
 
 class KernelLoan:
-    """A ring and its kernels, which there are once the borrower has made its memory.
-
-    Kernels are queued on the current stream; copies of blocks are the ring's.
-    """
+    """A ring and its kernels, which there are once the borrower has made its memory. Kernels are
+    queued on the current stream; copies of blocks are the ring's."""
 
     def __init__(
         self, ring: LentRing, caches: Caches, memory: SharedMemory, rows: Rows = PLAIN
@@ -100,10 +97,8 @@ class KernelLoan:
         return False
 
     def stay(self, seconds: float) -> bool:
-        """Queue the kernel that stays, unless it is there still; False then.
-
-        It has a stream of its own, or another loan's would have to end before.
-        """
+        """Queue the kernel that stays, unless it is there still; False then. It has a stream of its
+        own, or another loan's would have to end before."""
         if self._staying is not None and not self._staying.query():
             return False
         self.count(IDLED)
@@ -148,7 +143,7 @@ class KernelLoan:
 
     @cached_property
     def _programs(self) -> int:
-        """How many the kernel that stays has."""
+        """How many programs the kernel that stays has."""
         device = self._tasks.device
         if device.type == "cpu":
             return 1
@@ -162,7 +157,6 @@ class KernelLoan:
         return self._kernels or self._meet()
 
     def _meet(self) -> DeviceLender | None:
-        """Open what the borrower has made, once it has."""
         answers = self._memory.open(answer_file(self.ring.path), borrower_bytes(self._shape))
         if answers is None:
             return None

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from loomserve.platform.base.files import replace_private
+from loomserve.platform.base.files import replace_private, replacing
 
 _PAGE = 4096
 _HANDLE_BYTES = 64
@@ -25,33 +25,25 @@ class SharedMemory(Protocol):
         """Return uint8 [nbytes] of zeros, and leave at ``path`` what it is opened by."""
 
     def open(self, path: Path, nbytes: int) -> torch.Tensor | None:
-        """Map what was made at ``path``, and remove the file; None if there is none.
-
-        Raises:
-            ValueError: it is of another size.
-        """
+        """Map what was made at ``path``, and remove the file; None if there is none, ``ValueError``
+        if it is of another size."""
 
     def pin(self, words: torch.Tensor) -> torch.Tensor:
-        """Have kernels reach these words of the host's memory, for as long as the result lives.
-
-        Args:
-            words: int64, within one page of a mapping.
-        """
+        """Have kernels reach these int64 words of one page of the host's memory, while the result
+        lives."""
 
 
 class HostMemory:
     """Shared memory of the host, for kernels that are interpreted."""
 
     def make(self, path: Path, nbytes: int) -> torch.Tensor:
-        new = path.with_name(f"{path.name}.{os.getpid()}.new")
-        file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.posix_fallocate(file, 0, nbytes)
-        finally:
-            os.close(file)
-        tensor = _mapped(new, nbytes)
-        new.rename(path)
-        return tensor
+        with replacing(path) as new:
+            file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                os.posix_fallocate(file, 0, nbytes)
+            finally:
+                os.close(file)
+            return _mapped(new, nbytes)
 
     def open(self, path: Path, nbytes: int) -> torch.Tensor | None:
         if not path.exists():
@@ -71,10 +63,8 @@ def _mapped(path: Path, nbytes: int) -> torch.Tensor:
 
 
 class CudaMemory:
-    """Memory of this process's current GPU; the file holds its CUDA IPC handle.
-
-    It is allocated apart from torch's, whose segments may be of a kind that has no handle.
-    """
+    """Memory of this process's current GPU; the file holds its CUDA IPC handle. It is allocated
+    apart from torch's, whose segments may be of a kind that has no handle."""
 
     def make(self, path: Path, nbytes: int) -> torch.Tensor:
         runtime = _runtime()
@@ -116,7 +106,6 @@ def ipc_bytes(handle: Any) -> bytes:
 
 
 def ipc_handle(held: bytes) -> Any:
-    """Return a ``cudaIpcMemHandle_t`` that holds what :func:`ipc_bytes` gave."""
     handle = _runtime().cudaIpcMemHandle_t()
     ctypes.memmove(handle.getPtr(), held, _HANDLE_BYTES)
     return handle
@@ -147,7 +136,6 @@ def _runtime() -> Any:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """Return what a call of the runtime gave beside its error; ``RuntimeError`` if it is one."""
     error, *values = result
     if int(error):
         raise RuntimeError(f"CUDA: {error}")

@@ -14,11 +14,7 @@ from loomserve.platform.lending.device.memory import cuda_tensor
 
 
 class Pages(Protocol):
-    """Pages of one device for one reservation of addresses.
-
-    Attributes:
-        page: Bytes of each.
-    """
+    """Pages of ``page`` bytes, of one device, for one reservation of addresses."""
 
     page: int
 
@@ -33,13 +29,8 @@ class Pages(Protocol):
 
 
 class HostPages:
-    """Of the host, for kernels that are interpreted.
-
-    Whatever uses one that is not mapped ends the process.
-
-    Raises:
-        ValueError: a page is not a number of the host's pages.
-    """
+    """Pages of the host, for kernels that are interpreted; to use one that is not mapped ends the
+    process. ``ValueError`` if a page is not a number of the host's pages."""
 
     def __init__(self, page: int = mmap.PAGESIZE) -> None:
         if page % mmap.PAGESIZE:
@@ -68,7 +59,7 @@ class HostPages:
 
 
 class CudaPages:
-    """Of this process's current GPU, each an allocation of its own: CUDA unmaps no part of one."""
+    """Pages of this process's current GPU, each its own allocation: CUDA unmaps no part of one."""
 
     def __init__(self) -> None:
         self._driver = driver = importlib.import_module("cuda.bindings.driver")
@@ -128,12 +119,7 @@ class CudaPages:
         return self._address + page * self.page
 
     def _call(self, name: str, *given: Any) -> Any:
-        """Call the driver.
-
-        Raises:
-            MemoryError: the GPU has no more memory.
-            RuntimeError: any other error.
-        """
+        """Call the driver; ``MemoryError`` if the GPU has no more memory, else ``RuntimeError``."""
         error, *values = getattr(self._driver, name)(*given)
         if error == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise MemoryError(

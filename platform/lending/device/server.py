@@ -6,22 +6,35 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
 from functools import partial
 
 import torch
 
-from loomserve.platform.lending.device.form import Form
+from loomserve.platform.lending.device.borrower import KernelBorrower
 from loomserve.platform.lending.device.kernel_loan import KernelLoan
 from loomserve.platform.lending.device.memory import SharedMemory
+from loomserve.platform.lending.leaf import Leaf
 from loomserve.platform.lending.policy.layout import PLAIN, Rows
 from loomserve.platform.lending.ring.lent_ring import LentRing
-from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, ControlLine
+from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, ControlLine, Ring
 from loomserve.platform.lending.ring.served_ring import POLLED, Caches, ComputeLayers
 from loomserve.platform.lending.ring.serving_thread import ServingThread
 
 SPIN_S = 0.05
 STAY_S = 0.05
 """For so long the kernel that stays does; copies of blocks wait for its end."""
+
+
+class Form(StrEnum):
+    """How a lender's tasks are served."""
+
+    STREAM = "stream"
+    """By a thread."""
+    POLLS = "polls"
+    """By a thread, and by polls within steps."""
+    RESIDENT = "resident"
+    """By a kernel that stays."""
 
 
 class KernelServer:
@@ -67,9 +80,8 @@ class KernelServer:
         """Serve this ring from now on, and make the memory that its borrower opens.
 
         For the first borrower of its shape on this machine it takes some seconds to compile.
-
-        Raises:
-            ValueError: it is to compute layers, or its attention is none that the kernels compute.
+        ``ValueError`` if it is to compute layers, or its attention is none that the kernels
+        compute.
         """
         if layers is not None:
             raise ValueError("layers are lent between CPU devices only")
@@ -121,3 +133,13 @@ def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     torch.cuda.set_device(stream.device)
     current: AbstractContextManager[object] = torch.cuda.stream(stream)
     return current
+
+
+def kernel_leaf(memory: SharedMemory, form: Form = Form.STREAM) -> Leaf:
+    """Kernels between devices of one kind, over memory that both ends map."""
+    return Leaf(
+        borrower=lambda path, patience_s: KernelBorrower(Ring.attach(path), memory, patience_s),
+        server=lambda: KernelServer(memory, form),
+        computes_layers=False,
+        polls=form is Form.POLLS,
+    )

@@ -1,6 +1,8 @@
-"""What kernels must know of a loan, from its ring."""
+"""What both ends of a loan derive from its ring: the shape of tasks, and files beside it."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 
@@ -26,3 +28,13 @@ def task_shape(ring: Ring) -> TaskShape:
         max_requests=ring.max_requests,
         max_blocks=ring.max_blocks,
     )
+
+
+def task_file(ring: Path) -> Path:
+    """The file by which the borrower opens the memory that the lender made."""
+    return ring.with_name(f"{ring.name}.task")
+
+
+def answer_file(ring: Path) -> Path:
+    """The file by which the lender opens the memory that the borrower made."""
+    return ring.with_name(f"{ring.name}.answer")

@@ -10,25 +10,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from loomserve.platform.lending.engine.block_partitions import OWN
-from loomserve.platform.lending.engine.context import LendingContext
+from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
 from loomserve.platform.lending.engine.shards.heads import RemoteHeads
-from loomserve.platform.lending.leaf import BorrowerEnd
+from loomserve.platform.lending.engine.shards.shard import RemoteShard
+from loomserve.platform.lending.ring.borrower import Borrower
+
+
+@dataclass
+class LendingContext:
+    """The loans of one engine as its worker's process sees them.
+
+    The worker makes one and hands it to its model runner and to its model's attention layers. Only
+    the worker's own methods write it, between two steps. Attention layers of a borrower's model
+    that are hosted here have none: they serve, and are not served within.
+    """
+
+    patience_s: float = 0.1  # a lender that takes longer for one layer is given up
+    partitions: Partitions = field(default_factory=lambda: Partitions([0], 0))
+    """Which block lies where; empty until there is KV memory."""
+    borrowers: dict[int, Borrower] = field(default_factory=dict)
+    """By partition, this engine's end of the ring to the lender that holds it."""
+    shard: RemoteShard | None = None  # heads or layers that a lender computes for all own requests
+    poll: Callable[[], Any] | None = None
+    """Serves waiting tasks of this engine's borrowers, if attention looks for such."""
 
 
 def share_context(layers: dict[str, Any], context: LendingContext) -> None:
-    """Hand the context to the attention layers of a loaded model.
-
-    Args:
-        layers: by name, as vLLM's ``static_forward_context`` has them.
-        context: of the model's engine.
-    """
     for layer in layers.values():
         if isinstance(impl := getattr(layer, "impl", None), AttendsRemotely):
             impl.lending = context
@@ -38,28 +51,17 @@ def share_context(layers: dict[str, Any], context: LendingContext) -> None:
 class RemoteRows:
     """The rows of a batch whose attention one lender computes."""
 
-    borrower: BorrowerEnd
+    borrower: Borrower
     tokens: slice
 
 
 @dataclass(frozen=True)
 class RemoteAttentionMetadata:
-    """The attention metadata of a batch with borrowed rows or heads.
-
-    Attributes:
-        own: vLLM's metadata for the own rows, and for those of their heads that stay here; None if
-            there are no own rows.
-        own_tokens: Rows of the batch that are own ones, the first.
-        heads: Heads of the own rows that a lender computes; None: all are computed here.
-        borrowed: The other rows, by lender.
-        layers: The number of each layer, by its name.
-    """
-
-    own: Any | None
-    own_tokens: int
-    heads: RemoteHeads | None
-    borrowed: list[RemoteRows]
-    layers: dict[str, int]
+    own: Any | None  # vLLM's for own rows, and their heads that stay here, if there are such rows
+    own_tokens: int  # rows of the batch that are own ones, the first
+    heads: RemoteHeads | None  # of own rows, that a lender computes
+    borrowed: list[RemoteRows]  # the other rows, by lender
+    layers: dict[str, int]  # the number of each, by its name
 
 
 class DividesBatch:
@@ -109,7 +111,6 @@ class DividesBatch:
 
     @contextmanager
     def _only(self, heads: RemoteHeads | None) -> Iterator[None]:
-        """Have vLLM build for those heads only that stay here."""
         before = [getattr(self, name) for name in self.head_numbers]
         if heads is not None:
             kept = (heads.kept.query_heads, heads.kept.kv_heads)
@@ -145,11 +146,8 @@ class DividesBatch:
 
 
 def _begin_shard_step(lending: LendingContext, own: CommonAttentionMetadata) -> RemoteHeads | None:
-    """Tell the lender of a shard that is away what the step's rows are.
-
-    Returns:
-        The shard if it is of heads, which this engine's attention must leave out.
-    """
+    """Tell the lender of a shard that is away what the step's rows are. Returns the shard if it is
+    of heads, which this engine's attention must leave out."""
     shard = lending.shard
     if shard is not None:
         shard.borrower.begin_step(
@@ -159,7 +157,7 @@ def _begin_shard_step(lending: LendingContext, own: CommonAttentionMetadata) -> 
 
 
 def _ends_of_partitions(common: CommonAttentionMetadata, lending: LendingContext) -> dict[int, int]:
-    """By partition, the index behind its last request; requests are sorted by partition."""
+    """By partition, the index behind its last request, as requests are sorted by partition."""
     if not lending.borrowers:
         return {OWN: common.num_reqs}
     of = lending.partitions.of

@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from loomserve.platform.engine.kv_blocks import block_bytes
+from loomserve.platform.engine.scheduling.costs import block_bytes
 from loomserve.platform.state.lending_options import LendingOptions
 
 OWN = 0
@@ -48,11 +48,8 @@ class Partitions:
 
 
 def borrowed_partitions(config: KVCacheConfig, lending: LendingOptions) -> Partitions:
-    """Own blocks first, then as many for each lender.
-
-    Scheduler and worker both compute it, from the configuration that vLLM made of the worker's own
-    memory and what it may borrow together.
-    """
+    """Own blocks first, then as many for each lender. Scheduler and worker both compute it, from
+    the configuration that vLLM made of the worker's own memory and what it may borrow together."""
     each = lending.borrow_bytes // block_bytes(config) // lending.lenders
     own = config.num_blocks - each * lending.lenders
     starts = [own + i * each for i in range(lending.lenders)] if each else []
@@ -60,11 +57,9 @@ def borrowed_partitions(config: KVCacheConfig, lending: LendingOptions) -> Parti
 
 
 class PartitionedQueue:
-    """Free queues of vLLM's, one a partition; blocks that are withheld stand in none.
-
-    While ``partition`` is set, blocks are counted and taken there; else counted everywhere,
-    and none can be taken.
-    """
+    """Free queues of vLLM's, one a partition; blocks that are withheld stand in none. While
+    ``partition`` is set, blocks are counted and taken there; else counted everywhere, and none can
+    be taken."""
 
     def __init__(self, partitions: Partitions, free: Sequence[KVCacheBlock]) -> None:
         self.partition: int | None = None
@@ -88,7 +83,6 @@ class PartitionedQueue:
 
     @contextmanager
     def counting_withheld(self) -> Iterator[None]:
-        """Within, blocks that are free but withheld are counted among the free ones."""
         self._counts_withheld = True
         try:
             yield
@@ -100,7 +94,6 @@ class PartitionedQueue:
 
     @property
     def unbacked(self) -> int:
-        """Blocks that are free but withheld."""
         return len(self._kept)
 
     def is_kept(self, block: int) -> bool:
@@ -192,11 +185,9 @@ class PartitionedHashes:
 
 
 class PartitionedPool:
-    """vLLM's block pool, of which each caller sees one partition at a time.
-
-    Much of vLLM holds on to the pool, which stays what it is: only its queue of free blocks and its
-    prefix cache are replaced.
-    """
+    """vLLM's block pool, of which each caller sees one partition at a time. Much of vLLM holds on
+    to the pool, which stays what it is: only its queue of free blocks and its prefix cache are
+    replaced."""
 
     def __init__(self, block_pool: BlockPool, partitions: Partitions) -> None:
         """Divide a pool of which nothing but the null block is in use."""
@@ -212,12 +203,10 @@ class PartitionedPool:
         return blocks
 
     def free_on(self, partition: int) -> int:
-        """Free blocks of the partition that may be taken."""
         return self.queue.free_on(partition)
 
     @contextmanager
     def on(self, partition: int) -> Iterator[None]:
-        """Within, only what is on this partition is seen."""
         before = self.queue.partition
         self.queue.partition = self._hashes.partition = partition
         try:
@@ -232,7 +221,6 @@ class PartitionedPool:
         self.queue.withhold(self.blocks[block] for block in sorted(numbers))
 
     def offer(self, blocks: Iterable[int]) -> None:
-        """Give these blocks to whoever needs some."""
         self.queue.offer(self.blocks[block] for block in blocks)
 
     def reset_prefix_cache(self, reset: Callable[[], bool]) -> bool:
@@ -256,19 +244,13 @@ class PartitionedPool:
 
 
 class PartitionedKVCacheManager(KVCacheManager):  # type: ignore[misc]
-    """vLLM's KV cache manager, with all blocks of a request in one partition.
-
-    ``place`` names the partition on which a request without blocks starts. It is asked for each
-    attempt to start a request, and None means that the request has to wait.
-    """
+    """vLLM's KV cache manager, with all blocks of a request in one partition. ``place`` names the
+    partition on which a request without blocks starts. It is asked for each attempt to start a
+    request, and None means that the request has to wait."""
 
     def __init__(
-        self,
-        plain: KVCacheManager,
-        partitions: Partitions,
-        place: Callable[[Request], int | None],
+        self, plain: KVCacheManager, partitions: Partitions, place: Callable[[Request], int | None]
     ) -> None:
-        """Take the place of a manager that has no request yet."""
         # The same coordinator and block pool, which others hold on to.
         self.__dict__.update(plain.__dict__)
         self.pool = PartitionedPool(plain.block_pool, partitions)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from loomserve.platform.lending.engine.context import LendingContext
-from loomserve.platform.lending.engine.memory.block_copy import BlockMover
+import torch
+
+from loomserve.platform.lending.engine.attention import LendingContext
+from loomserve.platform.lending.engine.block_partitions import OWN
+from loomserve.platform.lending.engine.memory.lent import keys_and_values
 from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.leaf import Leaf
+from loomserve.platform.lending.ring.ring import RingTask
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values, each [blocks, kv_heads, block_size, head_size]."""
 
 
 class StepLimits(TypedDict):
@@ -41,7 +49,6 @@ class BorrowerWorker:
         }
 
     def borrow(self, partition: int, path: str) -> None:
-        """Attach to the ring of the lender that holds ``partition``."""
         lending = self._lending
         lending.borrowers[partition] = self._leaf.borrower(Path(path), lending.patience_s)
 
@@ -49,13 +56,39 @@ class BorrowerWorker:
         self._lending.borrowers.pop(partition).ring.close()
 
     def move_blocks(self, source: int, target: int, pairs: list[tuple[int, int]]) -> bool:
-        """Copy blocks from one partition to another (:meth:`BlockMover.move`)."""
-        lending = self._lending
-        mover = BlockMover(
-            self._kv.caches,
-            self._kv.geometry,
-            lending.partitions,
-            lending.borrowers,
-            lending.patience_s,
-        )
-        return mover.move(source, target, pairs)
+        """Copy each pair's first block, of ``source``, onto its second, of ``target``; False if a
+        lender's ring has closed, and some are not copied."""
+        rings = [self._lending.borrowers[each].ring for each in (source, target) if each != OWN]
+        most = min(ring.most_copied for ring in rings)
+        batches = (pairs[at : at + most] for at in range(0, len(pairs), most))
+        return all(self._move_some(source, target, batch) for batch in batches)
+
+    def _move_some(self, source: int, target: int, pairs: Sequence[tuple[int, int]]) -> bool:
+        sources = self._begin(source, [pair[0] for pair in pairs], RingTask.READ)
+        targets = self._begin(target, [pair[1] for pair in pairs], RingTask.WRITE)
+        for layer in range(len(self._kv.caches)):
+            rows = self._read(source, sources, layer)
+            if rows is None or not self._write(target, targets, layer, rows):
+                return False
+        return True
+
+    def _begin(self, partition: int, blocks: Sequence[int], task: RingTask) -> list[int]:
+        """Return the blocks in the partition's own numbering, once its lender knows them."""
+        here = [block - self._lending.partitions.ranges[partition].start for block in blocks]
+        if partition != OWN:
+            self._lending.borrowers[partition].begin_copy(here, task)
+        return here
+
+    def _read(self, partition: int, blocks: list[int], layer: int) -> Rows | None:
+        if partition != OWN:
+            return self._lending.borrowers[partition].read(layer, self._lending.patience_s)
+        key, value = keys_and_values(self._kv.caches[layer], self._kv.geometry)
+        return key[blocks], value[blocks]
+
+    def _write(self, partition: int, blocks: list[int], layer: int, rows: Rows) -> bool:
+        if partition != OWN:
+            return self._lending.borrowers[partition].write(layer, *rows, self._lending.patience_s)
+        own = keys_and_values(self._kv.caches[layer], self._kv.geometry)
+        for cache, some in zip(own, rows, strict=True):
+            cache[blocks] = some.to(cache.device)
+        return True

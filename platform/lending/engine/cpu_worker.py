@@ -10,18 +10,16 @@ from typing import Any
 
 from vllm import envs
 
-from loomserve.platform.engine.seeds import SeedKeepingModelRunner
-from loomserve.platform.engine.worker import NonSpinningWorker
+from loomserve.platform.engine.worker import NonSpinningWorker, SeedKeepingModelRunner
 from loomserve.platform.lending.engine.cpu_attention import use_remote_attention
 from loomserve.platform.lending.engine.memory.mapped import AddressSpace, MappedMemory
 from loomserve.platform.lending.engine.memory.runner import HasSpareAddresses
 from loomserve.platform.lending.engine.worker import SortsRows, TakesPartInLending
-from loomserve.platform.lending.leaf import Leaf
-from loomserve.platform.lending.ring.leaf import RingLeaf
+from loomserve.platform.lending.leaf import Leaf, ring_leaf
 
 
 class RemoteAttentionModelRunner(HasSpareAddresses, SortsRows, SeedKeepingModelRunner):
-    """Of a CPU, whose memory is taken by the page."""
+    """Runs a model on a CPU, whose memory is taken by the page."""
 
     def page_bytes(self) -> int:
         return MappedMemory.page
@@ -39,7 +37,7 @@ class RemoteAttentionWorker(TakesPartInLending, NonSpinningWorker):
         use_remote_attention()
 
     def leaf(self) -> Leaf:
-        return RingLeaf(split_kv=envs.VLLM_CPU_ATTN_SPLIT_KV)
+        return ring_leaf(split_kv=envs.VLLM_CPU_ATTN_SPLIT_KV)
 
     def isa(self, layer: Any) -> str:
         return str(layer.isa)

@@ -12,15 +12,15 @@ from loomserve.platform.engine.resumption.gpu_worker import (
     ResumingGpuModelRunner,
     ResumingGpuWorker,
 )
-from loomserve.platform.lending.device.form import Form
-from loomserve.platform.lending.device.leaf import KernelLeaf
 from loomserve.platform.lending.device.memory import CudaMemory
 from loomserve.platform.lending.device.pages import CudaPages
+from loomserve.platform.lending.device.server import Form, kernel_leaf
 from loomserve.platform.lending.engine.gpu_attention import use_remote_attention
 from loomserve.platform.lending.engine.memory.mapped import AddressSpace
 from loomserve.platform.lending.engine.memory.paged import PagedMemory
 from loomserve.platform.lending.engine.memory.runner import HasSpareAddresses
 from loomserve.platform.lending.engine.worker import SortsRows, TakesPartInLending
+from loomserve.platform.lending.leaf import Leaf
 from loomserve.platform.lending.ring.geometry import GPU
 
 LAYOUTS = KVCacheLayout.LHBNC, KVCacheLayout.LBHNC
@@ -28,7 +28,7 @@ LAYOUTS = KVCacheLayout.LHBNC, KVCacheLayout.LBHNC
 
 
 class RemoteAttentionGpuModelRunner(HasSpareAddresses, SortsRows, ResumingGpuModelRunner):
-    """Of a GPU, on which pages are mapped one by one."""
+    """Runs a model on a GPU, on which pages are mapped one by one."""
 
     @cached_property
     def _pages(self) -> CudaPages:
@@ -42,11 +42,9 @@ class RemoteAttentionGpuModelRunner(HasSpareAddresses, SortsRows, ResumingGpuMod
 
 
 class RemoteAttentionGpuWorker(TakesPartInLending, ResumingGpuWorker):
-    """Of an engine without graphs and without asynchronous scheduling.
-
-    A step's rows are divided anew each time, and the scheduler must have seen that a loan has ended
-    before it plans what comes behind the step.
-    """
+    """Worker of an engine without graphs and asynchronous scheduling: a step's rows are divided
+    differently each time, and the scheduler must see that a loan has ended before it plans the next
+    step."""
 
     runner_class = RemoteAttentionGpuModelRunner
 
@@ -66,17 +64,15 @@ class RemoteAttentionGpuWorker(TakesPartInLending, ResumingGpuWorker):
     def use_remote_attention(self) -> None:
         use_remote_attention()
 
-    def leaf(self) -> KernelLeaf:
-        return KernelLeaf(CudaMemory(), Form(self._options.gpu_form))
+    def leaf(self) -> Leaf:
+        return kernel_leaf(CudaMemory(), Form(self._options.gpu_form))
 
     def isa(self, layer: Any) -> str:
         return GPU
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """
-        Raises:
-            ValueError: a layer's blocks do not lie one behind the other, or tokens between heads.
-        """
+        """``ValueError`` if a layer's blocks do not lie one behind the other, or tokens between
+        heads."""
         if self.cache_config.get_resolved_kv_cache_layout() not in LAYOUTS:
             names = " or ".join(layout.name for layout in LAYOUTS)
             raise ValueError(f"lending needs VLLM_KV_CACHE_LAYOUT={names}")

@@ -10,10 +10,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention.attention import Attention
-from vllm.model_executor.model_loader.utils import (
-    initialize_model,
-    process_weights_after_loading,
-)
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
@@ -26,18 +23,10 @@ from loomserve.platform.lending.ring.served_ring import Caches
 class HostedLayers:
     """The layers, called by :class:`AttentionServer` with one batch of the borrower's.
 
-    While their weights are read, the lender's own steps wait. Their attention has no
-    :class:`LendingContext`, so it serves no other borrower's task within this one's.
-
-    Args:
-        model: the folder of the borrower's model, which both processes read.
-        options: of the borrower's engine, under vLLM's names.
-        layers: which of the model's.
-        isa: variant of the attention kernel that packs the borrower's blocks.
-        caches: key and value cache of each of these layers, in the lender's memory.
-
-    Raises:
-        ValueError: layers of this architecture cannot be taken out of it.
+    Both processes read the borrower's model from the folder ``model``; ``options`` are its
+    engine's, under vLLM's names. The lender's own steps wait meanwhile. The layers' attention has
+    no :class:`LendingContext`, so it serves no other borrower's task within this one's.
+    ``ValueError`` if layers of this architecture cannot be taken out of it.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from loomserve.platform.base.heap import give_back_freed
-from loomserve.platform.lending.engine.context import LendingContext
+from loomserve.platform.lending.engine.attention import LendingContext
 from loomserve.platform.lending.engine.hosted_layers import HostedLayers
 from loomserve.platform.lending.engine.memory.lent import borrower_caches
 from loomserve.platform.lending.engine.shards.shard import LocalKv
@@ -24,16 +24,9 @@ _BEARABLE_WAIT_S = 1e-4
 
 
 class LenderWorker:
-    """Serves borrowers from this engine's KV memory, within its steps and between them.
-
-    Steps look for tasks only while something is lent.
-
-    Args:
-        lending: whose ``poll`` is set while attention looks for tasks.
-        server: serves the rings.
-        kv: the engine's own.
-        model: the engine's own, whose operators look for tasks.
-    """
+    """Serves borrowers from this engine's KV memory, within its steps and between them. Steps look
+    for tasks only while something is lent: in attention by ``lending.poll``, and in the operators
+    of the engine's own model."""
 
     def __init__(
         self, lending: LendingContext, server: LenderEnd, kv: LocalKv, model: nn.Module
@@ -47,11 +40,7 @@ class LenderWorker:
         self._poll: Callable[[], Any] | None = None
 
     def look_for_tasks(self, polling: str) -> dict[str, Any]:
-        """Choose where steps look for tasks (``lending.polling``).
-
-        Returns:
-            How operators are sliced, by kind of step; empty if they are not.
-        """
+        """Choose where steps look for tasks (``lending.polling``)."""
         if self._operators is None:
             self._operators = SlicedOperators(self._model, self._server.poll)
         if polling == "steps":
@@ -59,7 +48,7 @@ class LenderWorker:
         elif polling == "operators":
             self._operators.poll_only()
         else:
-            self._operators.poll_in_slices(0.0, 0.0, _BEARABLE_WAIT_S)
+            self._operators.poll_in_slices(_BEARABLE_WAIT_S)
         self._poll = None if polling == "steps" else self._server.poll
         self._poll_while_lending()
         return self.slicing_plans()
@@ -75,17 +64,9 @@ class LenderWorker:
         self._lending.poll = self._poll if self._rings else None
 
     def lend(self, path: str, first_block: int, blocks: int, borrower: dict[str, Any]) -> None:
-        """Serve a borrower from ``blocks`` of this engine's blocks, ``first_block`` the first.
-
-        Args:
-            path: where the ring is made.
-            first_block: of this engine's numbering.
-            blocks: how many.
-            borrower: what it asked for (:meth:`BorrowerWorker.requirements`).
-
-        Raises:
-            ValueError: its KV is of another type than this engine's, or its device of another kind.
-        """
+        """Make a ring at ``path``, and serve from ``blocks`` of this engine's blocks what the
+        borrower asked for (:meth:`BorrowerWorker.requirements`). ``ValueError`` if its KV is of
+        another type than this engine's, or its device of another kind."""
         geometry = Geometry.from_json(borrower["geometry"])
         own = self._kv.geometry.dtype
         if geometry.dtype != own:
@@ -110,7 +91,6 @@ class LenderWorker:
         self._poll_while_lending()
 
     def end_lending(self, path: str) -> None:
-        """Serve this ring no more, and remove it."""
         ring = self._rings.pop(path)
         self._poll_while_lending()
         if self._server.close(ring):

@@ -8,9 +8,9 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from loomserve.platform.engine import scheduler as engine_scheduler
-from loomserve.platform.engine.kv_blocks import block_bytes
 from loomserve.platform.engine.scheduler import AdaptiveScheduler
 from loomserve.platform.engine.scheduler_calls import SchedulerCalls
+from loomserve.platform.engine.scheduling.costs import block_bytes
 from loomserve.platform.lending.engine.block_partitions import (
     PartitionedKVCacheManager,
     borrowed_partitions,
@@ -18,7 +18,6 @@ from loomserve.platform.lending.engine.block_partitions import (
 from loomserve.platform.lending.engine.scheduling.borrower import BorrowerHooks
 from loomserve.platform.lending.engine.scheduling.calls import EngineLoanCalls
 from loomserve.platform.lending.engine.scheduling.lender import LenderHooks
-from loomserve.platform.lending.loan_calls import LoanCalls
 from loomserve.platform.state.lending_options import LENDING_CONFIG, LendingOptions
 
 
@@ -53,5 +52,5 @@ def take_part(scheduler: AdaptiveScheduler, options: LendingOptions) -> Schedule
         prefix_caching=caching,
     )
     return SchedulerCalls(
-        scheduler.vllm_config, LoanCalls, lambda workers: answerer(workers=workers)
+        scheduler.vllm_config, EngineLoanCalls, lambda workers: answerer(workers=workers)
     )

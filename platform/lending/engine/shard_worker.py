@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from loomserve.kvstore.engine.transfers.batched_memory import memory_of
 from loomserve.kvstore.engine.transfers.memory import BlockMemory
+from loomserve.platform.lending.engine.attention import LendingContext
 from loomserve.platform.lending.engine.block_partitions import OWN
 from loomserve.platform.lending.engine.borrower_worker import StepLimits
-from loomserve.platform.lending.engine.context import LendingContext
 from loomserve.platform.lending.engine.shards.heads import (
     RemoteHeads,
     geometry_of_heads,
@@ -37,21 +37,12 @@ class Store(Protocol):
     def settle(self) -> None:
         """Wait for copies that run beside steps."""
 
-    def use(self, memory: BlockMemory) -> None:
-        """Copy to and from this memory from now on."""
+    def use(self, memory: BlockMemory) -> None: ...
 
 
 class ShardWorker:
-    """Moves shards between this engine and their lenders, one at a time.
-
-    Args:
-        lending: whose ``shard`` is set while one is away.
-        kv: the engine's own.
-        model: the engine's own.
-        limits: of its steps.
-        leaf: makes this engine's ends of loans.
-        store: finds the engine's end of the KV store, if it has one.
-    """
+    """Moves shards between this engine and their lenders, one at a time. ``lending.shard`` is set
+    while one is away. ``store`` finds the engine's end of the KV store, if it has one."""
 
     def __init__(
         self,
@@ -71,13 +62,9 @@ class ShardWorker:
         self._shards: dict[int, RemoteShard] = {}
 
     def requirements(self, spec: ShardSpec) -> dict[str, Any]:
-        """Return what a lender must know to compute this shard.
-
-        Without the shard, an own block takes less memory, so there may be more of them.
-
-        Raises:
-            ValueError: the engine has no such shard, or cannot do without it.
-        """
+        """Return what a lender must know to compute this shard. Without the shard, an own block
+        takes less memory, so there may be more of them. ``ValueError`` if the engine has no such
+        shard, or cannot do without it."""
         ranges, every = self._lending.partitions.ranges, self._kv.geometry
         own = len(ranges[OWN])
         most = own + sum(len(each) for each in ranges[1:2])
@@ -94,16 +81,8 @@ class ShardWorker:
         return {"geometry": geometry.to_json(), "blocks": min(blocks, most), **needed}
 
     def begin(self, partition: int, path: str, spec: ShardSpec) -> int:
-        """Prepare to hand a shard over to the lender that holds ``partition``.
-
-        Args:
-            partition: whose block numbers become own ones while the shard is away.
-            path: of the lender's ring.
-            spec: which heads or layers.
-
-        Returns:
-            How many own blocks there are once the shard is away.
-        """
+        """Prepare to hand a shard over to the lender that holds ``partition``, whose block numbers
+        become own ones while the shard is away. Returns how many own blocks there are then."""
         self._shards[partition] = shard = self._shard(Path(path), spec)
         return shard.blocks
 
@@ -122,7 +101,6 @@ class ShardWorker:
         )
 
     def end_loan(self, partition: int) -> bool:
-        """Close the ring of this partition's shard; False if it has none."""
         shard = self._shards.pop(partition, None)
         if shard is None:
             return False
@@ -145,11 +123,8 @@ class ShardWorker:
         return self._shards[partition].prepare_return()
 
     def hand_over(self, partition: int, rest: list[int]) -> bool:
-        """Copy the rest of the blocks, and have the lender compute the shard from now on.
-
-        Returns:
-            False if the lender's ring has closed, and the shard stays here.
-        """
+        """Copy the rest of the blocks, and have the lender compute the shard from now on. False if
+        the lender's ring has closed, and the shard stays here."""
         shard, store = self._shards[partition], self._store()
         if store is not None:
             store.settle()
@@ -163,11 +138,8 @@ class ShardWorker:
         return True
 
     def take_back(self, partition: int, rest: list[int]) -> bool:
-        """Copy the rest of the blocks back, and compute the shard here from now on.
-
-        Returns:
-            False if the lender's ring has closed, and the shard is away still.
-        """
+        """Copy the rest of the blocks back, and compute the shard here from now on. False if the
+        lender's ring has closed, and the shard is away still."""
         shard = self._shards[partition]
         if rest and not shard.fetch(rest):
             return False

@@ -35,12 +35,7 @@ _MOST_OVERHEAD = 0.03
 
 
 class SlicedOperators:
-    """The linear operators of one model, each whole or in slices.
-
-    Args:
-        model: vLLM's, whose weights are loaded.
-        poll: looks for a task and serves it.
-    """
+    """The linear operators of one loaded model of vLLM's, each whole or in slices."""
 
     def __init__(self, model: torch.nn.Module, poll: Poll) -> None:
         self._poll = poll
@@ -62,27 +57,20 @@ class SlicedOperators:
             layer.cpu_linear = (self._prepared if prepared else self._whole)[name]
 
     def poll_never(self) -> None:
-        """Prepare vLLM's operators as they are."""
         self._prepared, self.plans = self._whole, {}
 
     def poll_only(self) -> None:
-        """Prepare to look for tasks before each operator, and to slice none."""
         self._prepared = {name: _polled(linear, self._poll) for name, linear in self._whole.items()}
         self.plans = {}
 
-    def poll_in_slices(self, local_s: float, service_s: float, threshold_s: float) -> None:
-        """Prepare slices as Weaver's algorithm plans them, on times measured now.
-
-        Args:
-            local_s: seconds that the borrower computes itself while a task is out.
-            service_s: seconds that the task itself takes here.
-            threshold_s: the mean delay of a task that is borne, in seconds.
-        """
+    def poll_in_slices(self, threshold_s: float) -> None:
+        """Prepare slices as Weaver's algorithm plans them, on times measured now, so that the mean
+        delay of a task is ``threshold_s`` at most, in seconds."""
         self.plans = {}
         for kind, rows in (("decode", 1), ("prefill", PREFILL_ROWS)):
             timed = list(self._timed(rows))
             most_s = _MOST_OVERHEAD * sum(operator.seconds for operator in timed)
-            self.plans[kind] = split(timed, local_s, service_s, threshold_s, most_s)
+            self.plans[kind] = split(timed, 0.0, 0.0, threshold_s, most_s)
         self._prepared = {}
         for name, layer in self._layers.items():
             linear = self._whole[name]

@@ -1,7 +1,7 @@
 """Part of a worker that borrows from lenders, and lends to borrowers, while it runs its own steps.
 
-Its engine's scheduler divides the same block address space (:mod:`.borrower_scheduler`,
-:mod:`.lender_scheduler`) and calls the methods below by name, through vLLM's ``collective_rpc``.
+Its engine's scheduler divides the same block address space (:mod:`.scheduling.borrower`,
+:mod:`.scheduling.lender`) and calls the methods below by name, through vLLM's ``collective_rpc``.
 Each calls the plain object that does the work.
 """
 
@@ -15,10 +15,9 @@ from typing import Any
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from loomserve.kvstore.engine.connector import own_worker
-from loomserve.platform.lending.engine.attention import share_context
+from loomserve.platform.lending.engine.attention import LendingContext, share_context
 from loomserve.platform.lending.engine.block_partitions import OWN, borrowed_partitions
 from loomserve.platform.lending.engine.borrower_worker import BorrowerWorker, StepLimits
-from loomserve.platform.lending.engine.context import LendingContext
 from loomserve.platform.lending.engine.lender_worker import LenderWorker
 from loomserve.platform.lending.engine.shard_worker import ShardWorker
 from loomserve.platform.lending.engine.shards.layers import OwnModel
@@ -29,10 +28,8 @@ from loomserve.platform.state.lending_options import LENDING_CONFIG, LendingOpti
 
 
 class TakesPartInLending(ABC):
-    """Part of the worker of an engine that takes part in lending.
-
-    ``_borrower``, ``_shards`` and ``_lender`` exist once there is KV memory.
-    """
+    """Part of the worker of an engine that takes part in lending. ``_borrower``, ``_shards`` and
+    ``_lender`` exist once there is KV memory."""
 
     vllm_config: Any
     model_config: Any
@@ -142,13 +139,8 @@ class TakesPartInLending(ABC):
     # Borrowing
 
     def borrowing(self, shard: ShardSpec | None = None) -> dict[str, Any]:
-        """Return what a lender must know of this engine's attention, blocks and steps.
-
-        Args:
-            shard: of all requests, for the lender to compute; None: it keeps some whole requests.
-
-        Raises:
-            ValueError: that shard cannot be lent.
+        """Return what a lender must know of this engine's attention, blocks and steps to keep some
+        whole requests, or to compute a shard of all. ``ValueError`` if that shard cannot be lent.
         """
         if not shard:
             return self._borrower.requirements()
@@ -166,31 +158,9 @@ class TakesPartInLending(ABC):
         if not self._shards.end_loan(partition):
             self._borrower.end_loan(partition)
 
-    # Shards
-
-    def begin_shard(self, partition: int, path: str, shard: ShardSpec) -> int:
-        return self._shards.begin(partition, path, shard)
-
-    def send_shard(self, partition: int, blocks: list[int]) -> bool:
-        return self._shards.send(partition, blocks)
-
-    def hand_over_shard(self, partition: int, rest: list[int]) -> bool:
-        return self._shards.hand_over(partition, rest)
-
-    def free_shard_memory(self, partition: int) -> bool:
-        return self._shards.free_memory(partition)
-
-    def copy_in_shard(self, partition: int, pairs: list[tuple[int, int]]) -> bool:
-        return self._shards.copy(partition, pairs)
-
-    def prepare_shard_return(self, partition: int) -> bool:
-        return self._shards.prepare_return(partition)
-
-    def fetch_shard(self, partition: int, blocks: list[int]) -> bool:
-        return self._shards.fetch(partition, blocks)
-
-    def take_back_shard(self, partition: int, rest: list[int]) -> bool:
-        return self._shards.take_back(partition, rest)
+    def shard(self, call: str, partition: int, *given: Any) -> Any:
+        """Call this method of :class:`ShardWorker` for the shard of a partition."""
+        return getattr(self._shards, call)(partition, *given)
 
     # Lending
 

@@ -25,11 +25,9 @@ IDLE = LenderStepTimes(1.0, 1.0)
 
 
 class ServedTime:
-    """The lender's recent steps, each with the time that borrowers' tasks took of it.
-
-    A step without borrowers would take its time less that of the tasks served within it, since
-    looking for tasks takes less than a microsecond.
-    """
+    """The lender's recent steps, each with the time that borrowers' tasks took of it. A step
+    without borrowers would take its time less that of the tasks served within it, since looking for
+    tasks takes less than a microsecond."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float]] = deque(maxlen=_STEPS)

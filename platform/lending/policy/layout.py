@@ -17,10 +17,8 @@ from typing import Any, NamedTuple
 
 
 class Layout(NamedTuple):
-    """The layers of a model's KV, and the bytes of one block in one of them.
-
-    ``heads_apart``: whether each head's blocks lie together, and not each block's heads.
-    """
+    """The layers of a model's KV, and the bytes of one block in one of them. ``heads_apart``:
+    whether each head's blocks lie together, and not each block's heads."""
 
     layers: int
     block_bytes: int
@@ -34,22 +32,16 @@ def stacked(lender: Layout, borrower: Layout) -> int:
 
 def abreast(lender: Layout, borrower: Layout) -> int:
     """Return how many of the borrower's blocks lie in the same bytes of different lender's layers.
-
     They are several only if the borrower's block size divides the lender's, as one stride must lead
-    from any of the borrower's blocks to any other.
-    """
+    from any of the borrower's blocks to any other."""
     if lender.block_bytes % borrower.block_bytes:
         return 1
     return max(1, lender.layers // borrower.layers)
 
 
 class Rows(NamedTuple):
-    """Maps a borrower's block to its row in the caches of its layers.
-
-    Attributes:
-        abreast: Blocks that are beside one another.
-        apart: Rows from one of them to the next.
-    """
+    """Maps a borrower's block to its row in the caches of its layers: ``abreast`` blocks are beside
+    one another, ``apart`` rows from one to the next."""
 
     abreast: int = 1
     apart: int = 0
@@ -59,7 +51,6 @@ class Rows(NamedTuple):
         return block % self.abreast * self.apart + block // self.abreast
 
     def blocks(self, rows: int) -> int:
-        """Return how many blocks ``rows`` rows hold."""
         return (rows - (self.abreast - 1) * self.apart) * self.abreast
 
     def between(self, first: int, end: int) -> list[slice]:

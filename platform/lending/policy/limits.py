@@ -35,81 +35,49 @@ class LoanPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The bounds that a lender must keep.
-
-    Attributes:
-        most_tokens: Of borrowers' context that its memory can hold.
-        step_tokens: By which the limit grows, and with which a lender is probed.
-        tpot_ratio: The lender's p99 time per output token over its undisturbed one, at most.
-        slowdown: The borrower's step over what it would take if the lender were never late, at
-            most. More memory is worth some slowness, for more requests share a step; how much,
-            placement weighs for each of them. A few requests are attended to in less
-            time than they wait, so the step tells what a wait costs.
-        stall_s: A task that waits so long is stalled. Observed as often, at least, a lender is
-            stopped within twice that of its stall's begin: 0.1 s.
-        settle_s: Between two decreases, so that the first one can show its effect.
-        eject_s: A stall that is seen later than this after a stop ejects the requests.
-        least_backoff_s: From the first stop to the next probe.
-        most_backoff_s: The longest from any stop to the next probe.
-    """
+    """The bounds that a lender must keep. ``most_tokens`` are those of borrowers' context that its
+    memory can hold; by ``step_tokens`` the limit grows, and a lender is probed."""
 
     most_tokens: int
     step_tokens: int
     tpot_ratio: float = 1.15
+    """The lender's p99 time per output token over its undisturbed one, at most."""
     slowdown: float = 1.5
+    """The borrower's step over what it would take if the lender were never late, at most. More
+    memory is worth some slowness, for more requests share a step; how much, placement weighs."""
     stall_s: float = 0.05
-    settle_s: float = 1.0
-    eject_s: float = 0.5
-    least_backoff_s: float = 1.0
+    """A task that waits so long is stalled. Observed as often, at least, a lender is stopped within
+    twice that of its stall's begin: 0.1 s."""
+    settle_s: float = 1.0  # between two decreases, so that the first one can show its effect
+    eject_s: float = 0.5  # a stall that is seen later than this after a stop ejects the requests
+    least_backoff_s: float = 1.0  # from the first stop to the next probe
     most_backoff_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What borrower and lender saw in one period. Without tasks the first four count for nothing.
+    """What borrower and lender saw in one period."""
 
-    Attributes:
-        tasks: That the borrower has posted, served or not.
-        step_s: Seconds of the borrower's steps.
-        late_s: Of these, seconds of waiting for the lender beyond what it computed.
-        worst_wait_s: The longest wait, the time that a task has been waiting so far included.
-        timed_out: Whether the borrower gave a task up.
-        used_tokens: Of the borrower's context in the lender's memory.
-        tpot_s: p99 of the lender's own time per output token; None if it generated none.
-        undisturbed_tpot_s: The same without borrowers, under the same load of its own.
-    """
-
-    tasks: int
-    step_s: float
-    late_s: float
-    worst_wait_s: float
-    timed_out: bool
-    used_tokens: int
-    tpot_s: float | None = None
-    undisturbed_tpot_s: float | None = None
+    tasks: int  # that the borrower has posted, served or not
+    step_s: float  # of the borrower's steps
+    late_s: float  # of these, waiting for the lender beyond what it computed
+    worst_wait_s: float  # with the time that a task has been waiting so far
+    used_tokens: int  # of the borrower's context in the lender's memory
+    tpot_s: float | None = None  # p99 of the lender's time per output token; None: it has none
+    undisturbed_tpot_s: float | None = None  # without borrowers, under the same load of its own
 
 
 @dataclass(frozen=True, slots=True)
 class LoanLimit:
-    """How much one borrower may use one lender just now.
-
-    Attributes:
-        rules: Bounds, which never change.
-        phase: What the borrower does with the lender.
-        tokens: Of context that the borrower may have there; 0 if it may place no request.
-        since_s: When the phase began.
-        changed_s: When ``tokens`` was last decreased.
-        backoff_s: From the last stop to the next probe; 0 if no stop is held against the lender.
-        calm_periods: Seen in a row, towards the next increase.
-    """
+    """How much one borrower may use one lender just now."""
 
     rules: Rules
     phase: LoanPhase
-    tokens: int
-    since_s: float
-    changed_s: float
-    backoff_s: float = 0.0
-    calm_periods: int = 0
+    tokens: int  # of context that the borrower may have there; 0 if it may place no request
+    since_s: float  # when the phase began
+    changed_s: float  # when tokens was last decreased
+    backoff_s: float = 0.0  # from the last stop to the next probe; 0: no stop is held against it
+    calm_periods: int = 0  # seen in a row, towards the next increase
 
 
 def first(rules: Rules, now_s: float) -> LoanLimit:
@@ -120,8 +88,8 @@ def first(rules: Rules, now_s: float) -> LoanLimit:
 def after(state: LoanLimit, seen: Observation, now_s: float) -> LoanLimit:
     """Return the limit once ``seen`` is known, at ``now_s`` of a clock that does not go back."""
     rules = state.rules
-    if seen.timed_out or (seen.tasks and seen.worst_wait_s >= rules.stall_s):
-        return _stalled(state, seen.timed_out, now_s)
+    if seen.tasks and seen.worst_wait_s >= rules.stall_s:
+        return _stalled(state, now_s)
     if state.phase in (LoanPhase.STOPPED, LoanPhase.EJECT):
         waited = now_s - state.since_s >= state.backoff_s
         return _probed(state, now_s) if waited else state
@@ -138,10 +106,8 @@ def after(state: LoanLimit, seen: Observation, now_s: float) -> LoanLimit:
 
 
 def pressure(rules: Rules, seen: Observation) -> float | None:
-    """Return the share that a loan uses of the lender's budget or of the borrower's, the greater.
-
-    1 is the limit and 0 no disturbance at all; None: nothing was seen.
-    """
+    """Return the share that a loan uses of the lender's budget or of the borrower's, the greater. 1
+    is the limit and 0 no disturbance at all; None: nothing was seen."""
     strains: list[float] = []
     if seen.tpot_s is not None and seen.undisturbed_tpot_s:
         excess = seen.tpot_s / seen.undisturbed_tpot_s - 1
@@ -153,19 +119,20 @@ def pressure(rules: Rules, seen: Observation) -> float | None:
     return max(strains, default=None)
 
 
-def _stalled(state: LoanLimit, timed_out: bool, now_s: float) -> LoanLimit:
+def _stalled(state: LoanLimit, now_s: float) -> LoanLimit:
     if state.phase in (LoanPhase.OPEN, LoanPhase.PROBING):
-        return _stopped(state, LoanPhase.EJECT if timed_out else LoanPhase.STOPPED, now_s)
-    lasts = now_s - state.since_s >= state.rules.eject_s
-    if state.phase is LoanPhase.STOPPED and (timed_out or lasts):
+        return _stopped(state, now_s)
+    if state.phase is LoanPhase.STOPPED and now_s - state.since_s >= state.rules.eject_s:
         return replace(state, phase=LoanPhase.EJECT, since_s=now_s)
     return state
 
 
-def _stopped(state: LoanLimit, phase: LoanPhase, now_s: float) -> LoanLimit:
+def _stopped(state: LoanLimit, now_s: float) -> LoanLimit:
     rules = state.rules
     backoff_s = min(max(2 * state.backoff_s, rules.least_backoff_s), rules.most_backoff_s)
-    return replace(state, phase=phase, tokens=0, since_s=now_s, backoff_s=backoff_s, calm_periods=0)
+    return replace(
+        state, phase=LoanPhase.STOPPED, tokens=0, since_s=now_s, backoff_s=backoff_s, calm_periods=0
+    )
 
 
 def _probed(state: LoanLimit, now_s: float) -> LoanLimit:
@@ -187,7 +154,7 @@ def _decreased(state: LoanLimit, seen: Observation, now_s: float) -> LoanLimit:
         return state
     least = min(state.rules.step_tokens, state.rules.most_tokens)
     if state.tokens <= least:
-        return _stopped(state, LoanPhase.STOPPED, now_s)
+        return _stopped(state, now_s)
     tokens = max(min(state.tokens, seen.used_tokens) // 2, least)
     return replace(state, tokens=tokens, changed_s=now_s)
 

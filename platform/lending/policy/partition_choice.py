@@ -1,7 +1,7 @@
 """In which partition a request's KV starts, and whether it moves: pure policies, chosen by name.
 
 Each of a borrower's requests is in one partition: 0 is its own memory, the others are lenders'. A
-policy returns the partition in which a request that holds no KV starts, or None if it shall wait. A
+policy returns the partition in which a request that holds no KV starts, or None if it must wait. A
 step attends in all partitions at once, so its attention takes as long as that of the slowest.
 """
 
@@ -14,47 +14,30 @@ from itertools import takewhile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A memory for requests' KV, in the borrower's blocks, and what attending there costs.
+    """A memory for requests' KV, in the borrower's blocks, and what attending there costs."""
 
-    Attributes:
-        blocks: That it has for the borrower's requests.
-        free_blocks: Of these, with cached prefixes that may be evicted.
-        needed_blocks: That the arriving request needs there, beyond its prefix cached there.
-        requests: That run there.
-        tokens: Of context to which a step attends there.
-        token_s: Seconds of a step for each of these tokens: measured in the own partition; in a
-            lender's its service and the wait for it, with the hand-off of the request's rows.
-        handoff_s: Seconds that a step takes for using this partition at all; 0 for the own one.
-        allowed: Whether requests may start there; False while a lender drains, is slow, or holds
-            as much as it may.
-        growth_blocks: Mean number of blocks that a request running there will still need; None: not
-            known.
-    """
-
-    blocks: int
-    free_blocks: int
-    needed_blocks: int
-    requests: int
-    tokens: int
+    blocks: int  # that it has for the borrower's requests
+    free_blocks: int  # of these, with cached prefixes that may be evicted
+    needed_blocks: int  # that the arriving request needs there, beyond its prefix cached there
+    requests: int  # that run there
+    tokens: int  # of context to which a step attends there
     token_s: float
-    handoff_s: float = 0.0
+    """Seconds of a step for each of these tokens: measured in the own partition; in a lender's its
+    service and the wait for it, with the hand-off of the request's rows."""
+    handoff_s: float = 0.0  # of a step, for using this partition at all; 0 for the own one
     allowed: bool = True
+    """False while a lender drains, is slow, or holds as much as it may."""
     growth_blocks: float | None = None
+    """Mean number of blocks that a request running there will still need; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that holds no KV, and where it could start.
-
-    Attributes:
-        partitions: The borrower's own memory first.
-        tokens: Of context to which the request will attend.
-        rest_s: Seconds of the borrower's step beside attention.
-    """
+    """A request that holds no KV, and where it could start: own memory first."""
 
     partitions: Sequence[Partition]
-    tokens: int
-    rest_s: float
+    tokens: int  # of context to which the request will attend
+    rest_s: float  # of the borrower's step beside attention
 
 
 Placement = Callable[[Arrival, float], int | None]
@@ -114,24 +97,17 @@ PLACEMENTS: Mapping[str, Placement] = {"local": local, "ratio": ratio, "adaptive
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A request that runs in a partition with too few free blocks for its next step.
+    """A request that runs in a partition with too few free blocks for its next step."""
 
-    Attributes:
-        blocks: That it holds there.
-        tokens: Of its context.
-        copy_s: Predicted seconds to copy its KV to another partition.
-        recompute_s: Predicted seconds to compute it again.
-    """
-
-    blocks: int
-    tokens: int
-    copy_s: float
-    recompute_s: float
+    blocks: int  # that it holds there
+    tokens: int  # of its context
+    copy_s: float  # predicted, to copy its KV to another partition
+    recompute_s: float  # predicted, to compute it again
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMove:
-    """The move of a request, named by its index among those given, to a partition."""
+    """The move of a request, by its index among those given, to a partition."""
 
     request: int
     partition: int
@@ -143,23 +119,16 @@ def move(
     exhausted: int,
     missing_blocks: int,
 ) -> RequestMove | None:
-    """Return the cheapest move that makes an exhausted partition's preemptions unnecessary.
+    """Return the cheapest move that makes an exhausted partition's preemptions unnecessary, if any.
 
-    Args:
-        partitions: All of them; ``needed_blocks`` is not read.
-        requests: Those in the exhausted partition, in the order in which they would be preempted
-            and computed again.
-        exhausted: Index of the partition.
-        missing_blocks: That its next step lacks.
-
-    Returns:
-        The request whose blocks suffice and that is copied in the shortest time, and the partition
-        with headroom for it where attention then takes least; None if there is none, or if
-        computing again what would be preempted takes no longer than the copy.
+    ``requests`` are those in the partition ``exhausted``, in the order in which they would be
+    preempted and computed again; its next step lacks ``missing_blocks``. The move is of the request
+    whose blocks suffice and that is copied in the shortest time, to the partition with headroom for
+    it where attention then takes least. None, too, if computing again what would be preempted takes
+    no longer than the copy.
     """
     victims = takewhile(
-        lambda at: sum(each.blocks for each in requests[:at]) < missing_blocks,
-        range(len(requests)),
+        lambda at: sum(each.blocks for each in requests[:at]) < missing_blocks, range(len(requests))
     )
     recompute_s = sum(requests[at].recompute_s for at in victims)
     moves = [

@@ -13,25 +13,21 @@ _FIRST_BLOCK_COPY_S = 0.01
 
 
 class PartitionCosts:
-    """Moving averages of seconds a step, and a copied block.
-
-    A token of context costs its reading wherever it lies, so the cost seen in lenders' service is
-    taken for the own partition too, whose attention runs within operators that nobody times.
-    """
+    """Moving averages of seconds a step, and a copied block. A token of context costs its reading
+    wherever it lies, so the cost seen in lenders' service is taken for the own partition too, whose
+    attention runs within operators that nobody times."""
 
     def __init__(self) -> None:
         self.token_s = _FIRST_TOKEN_S
         self.step_s = _FIRST_STEP_S
-        """Of a whole step."""
         self._block_copy_s = _FIRST_BLOCK_COPY_S
         self._handoff_s: defaultdict[int, float] = defaultdict(float)
 
     def handoff_s(self, partition: int) -> float:
-        """Return the seconds that a step waits until this lender serves."""
+        """Seconds that a step waits until this lender serves."""
         return self._handoff_s[partition]
 
     def copy_s(self, blocks: int) -> float:
-        """Return the seconds to copy ``blocks`` from one partition to another."""
         return blocks * self._block_copy_s
 
     def saw_copy(self, blocks: int, seconds: float) -> None:
@@ -46,14 +42,8 @@ class PartitionCosts:
         self.step_s += _SMOOTHING * (seconds - self.step_s)
 
     def saw_lender(self, partition: int, tokens: int, service_s: float, delay_s: float) -> None:
-        """Learn from a step in which a lender attended to ``tokens`` of context, in all layers.
-
-        Args:
-            partition: the lender's.
-            tokens: of context.
-            service_s: seconds that the lender took.
-            delay_s: seconds until it began, summed over layers.
-        """
+        """Learn from a step in which a lender attended to ``tokens`` of context in all layers, in
+        ``service_s`` seconds, after ``delay_s`` seconds of waits in all."""
         if tokens:
             self.token_s += _SMOOTHING * (service_s / tokens - self.token_s)
             self._handoff_s[partition] += _SMOOTHING * (delay_s - self._handoff_s[partition])

@@ -25,79 +25,37 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-_THRESHOLD = 0.05
-
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One of the lender's operators, which runs whole or in equal slices.
-
-    Attributes:
-        name: Unique among the operators of a step.
-        seconds: That it takes whole.
-        most_slices: Into which it can be sliced; 1 if it cannot be sliced.
-        slice_overhead_s: What each slice takes beyond its share.
-    """
+    """One of the lender's operators, which runs whole or in equal slices; names are unique in a
+    step."""
 
     name: str
     seconds: float
-    most_slices: int = 1
-    slice_overhead_s: float = 0.0
+    most_slices: int = 1  # 1 if it cannot be sliced
+    slice_overhead_s: float = 0.0  # what each slice takes beyond its share
 
     def slice_s(self, slices: int) -> float:
-        """Return the seconds of one slice if there are ``slices``."""
         return self.seconds / slices + (self.slice_overhead_s if slices > 1 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class SlicingPlan:
-    """How the operators of a step are sliced.
-
-    Attributes:
-        slices: By operator's name.
-        wait_before_s: Mean delay of a task with all operators whole; see ``expected_wait``.
-        wait_after_s: Mean delay of a task with the operators sliced.
-        overhead_s: What the slices add to a step of the lender.
-    """
-
-    slices: Mapping[str, int]
-    wait_before_s: float
+    slices: Mapping[str, int]  # by operator's name
+    wait_before_s: float  # mean delay of a task with all operators whole
     wait_after_s: float
-    overhead_s: float
-
-
-def threshold(step_s: float, tasks: int) -> float:
-    """Return the bearable mean delay of a task in seconds, for a sender whose step posts ``tasks``.
-
-    Weaver's 5 % of the sender's mean step, for all of the step's tasks together: one for each
-    task would be more than its whole attention, and longer than any operator that the paper names.
-    """
-    return _THRESHOLD * step_s / tasks
+    overhead_s: float  # what the slices add to a step of the lender
 
 
 def expected_wait(operator_s: Sequence[float], local_s: float, service_s: float) -> float:
-    """Return the mean seconds by which a task delays its sender: E[(W + N - K)⁺].
-
-    Args:
-        operator_s: Seconds of each operator of the lender's step.
-        local_s: K, what the sender computes itself meanwhile.
-        service_s: N, what the lender computes for the task.
-    """
+    """Return the mean seconds by which a task delays its sender: E[(W + N - K)⁺]. K is ``local_s``,
+    what the sender computes itself meanwhile, N ``service_s``, what the lender computes for the
+    task."""
     slack_s, floor_s = max(local_s - service_s, 0.0), max(service_s - local_s, 0.0)
     step_s = sum(operator_s)
     blocked = sum(max(each_s - slack_s, 0.0) ** 2 for each_s in operator_s)
     return floor_s + (blocked / (2 * step_s) if step_s else 0.0)
-
-
-def conditional_wait(operator_s: Sequence[float], local_s: float, service_s: float) -> float:
-    """Return Weaver's objective, to compare with: Σ E[W | K < W + N] T_i/ΣT, in seconds.
-
-    An operator that ends before the sender would notice counts as no wait.
-    """
-    slack_s = max(local_s - service_s, 0.0)
-    step_s = sum(operator_s)
-    waits = sum(each_s * (each_s + slack_s) / 2 for each_s in operator_s if each_s > slack_s)
-    return waits / step_s if step_s else 0.0
 
 
 def split(
@@ -112,10 +70,8 @@ def split(
     It goes on while the mean delay that the operators cause exceeds ``threshold_s`` and their
     longest slice K - N. Slices of one operator are equal, so they are halved together. One that
     cannot be halved, or whose overhead would make tasks wait longer or, with that of the others,
-    exceed ``most_overhead_s`` a step, stays as it is.
-
-    Raises:
-        ValueError: Two operators have the same name.
+    exceed ``most_overhead_s`` a step, stays as it is. ``ValueError`` if two operators have the same
+    name.
     """
     slices = {operator.name: 1 for operator in operators}
     if len(slices) < len(operators):

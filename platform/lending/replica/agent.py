@@ -10,8 +10,8 @@ from starlette.routing import Route
 
 from loomserve.platform.base.periodic import every
 from loomserve.platform.fleet.messages import DesiredState, EngineSpec
+from loomserve.platform.lending.messages import EngineRpc
 from loomserve.platform.lending.replica.endpoint import LoanEndpoint
-from loomserve.platform.lending.replica.engine_calls import EngineRpc
 from loomserve.platform.lending.replica.reconciler import LoanReconciler
 from loomserve.platform.state import BorrowingState, LentState
 
@@ -24,12 +24,6 @@ class LoanAgent:
     """Borrows and lends for one replica, as its spec allows: either, both or neither."""
 
     def __init__(self, rpc: EngineRpc, spec: EngineSpec, replica_id: str) -> None:
-        """
-        Args:
-            rpc: to the replica's own engine.
-            spec: the engine's.
-            replica_id: the replica's.
-        """
         self._reconciler: LoanReconciler | None = None
         self._endpoint: LoanEndpoint | None = None
         model, lending = spec.model.name, spec.lending
@@ -50,7 +44,6 @@ class LoanAgent:
 
     @property
     def routes(self) -> list[Route]:
-        """Of the replica's HTTP server."""
         return self._endpoint.routes if self._endpoint else []
 
     @property
@@ -68,7 +61,6 @@ class LoanAgent:
                 end.apply(desired)
 
     async def run(self) -> None:
-        """Reconcile the loans with the desired ones until cancelled."""
         if self._reconciler or self._endpoint:
             # Serve looks after an engine that is dead; all else is tried again.
             await every(_PERIOD_S, self._reconcile, failed=_warn)
@@ -80,7 +72,6 @@ class LoanAgent:
             await self._endpoint.reconcile()
 
     async def take_back(self) -> None:
-        """End all that is lent, and lend no more."""
         if self._endpoint:
             with contextlib.suppress(Exception):  # the engine may be dead
                 await self._endpoint.close()

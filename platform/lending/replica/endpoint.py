@@ -15,9 +15,14 @@ from starlette.routing import Route
 
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.fleet.messages import LOANS_PATH, DesiredState
-from loomserve.platform.lending.messages import LendAnswer, LendRequest, LentReport, SlicingReport
+from loomserve.platform.lending.messages import (
+    EngineRpc,
+    LendAnswer,
+    LendRequest,
+    LentReport,
+    SlicingReport,
+)
 from loomserve.platform.lending.metrics import LendingMetrics
-from loomserve.platform.lending.replica.engine_calls import EngineRpc, LenderCalls
 from loomserve.platform.state import LentState, SlicingState
 
 _MISSES = 6
@@ -28,15 +33,9 @@ class LoanEndpoint:
     """Loans of one lender's replica."""
 
     def __init__(self, rpc: EngineRpc, *, model: str, replica_id: str, quiet: bool = False) -> None:
-        """
-        Args:
-            rpc: to the engine that lends.
-            model: whose engine that is.
-            replica_id: the replica's.
-            quiet: leave the engine alone while it lends nothing.
-        """
+        """``quiet``: leave the engine alone while it lends nothing."""
         self.lent: tuple[LentState, ...] = ()
-        self._engine = LenderCalls(rpc)
+        self._rpc = rpc
         self._model, self._replica_id, self._quiet = model, replica_id, quiet
         self._borrowers: dict[str, str] = {}
         self._missed: Counter[str] = Counter()
@@ -59,18 +58,16 @@ class LoanEndpoint:
         )
 
     async def reconcile(self) -> None:
-        """Take back loans that nobody uses, and publish what the others are."""
         async with self._one_at_a_time:
             if self._quiet and not self._borrowers and not self.lent:
                 return  # the engine need not be asked
-            await self._engine.on_idle()
-            for lent in await self._engine.lent_state():
+            await self._rpc("on_idle")
+            for lent in await self._reports():
                 if not lent.is_open or self._missed[lent.name] >= _MISSES:
                     await self._take_back(lent.name)
             await self._publish_metrics()
 
     async def close(self) -> None:
-        """Take all loans back and lend no more; borrowers compute elsewhere."""
         self._draining = True
         async with self._one_at_a_time:
             for name in list(self._borrowers):
@@ -82,7 +79,8 @@ class LoanEndpoint:
             if self._draining:
                 return _refusal(f"replica {self._replica_id} drains")
             try:
-                blocks = await self._engine.lend(asked)
+                engine = asked.engine.model_dump()
+                blocks = await self._rpc("lend", asked.name, asked.ring, engine)
             except Exception as error:  # vLLM raises no other where an engine's own call failed
                 return _refusal(str(error))
             self._borrowers[asked.name] = asked.borrower
@@ -99,10 +97,13 @@ class LoanEndpoint:
 
     async def _take_back(self, name: str) -> None:
         self._borrowers.pop(name, None)
-        await self._engine.end_lending(name)
+        await self._rpc("end_lending", name)
+
+    async def _reports(self) -> list[LentReport]:
+        return [LentReport.model_validate(each) for each in await self._rpc("lent_state")]
 
     async def _publish_metrics(self) -> None:
-        reports = {lent.name: lent for lent in await self._engine.lent_state()}
+        reports = {lent.name: lent for lent in await self._reports()}
         # The engine ends by itself what it sees to be closed.
         for name in self._borrowers.keys() - reports.keys():
             del self._borrowers[name]

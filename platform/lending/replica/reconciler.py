@@ -28,13 +28,14 @@ from loomserve.platform.fleet.messages import (
     LenderReplica,
 )
 from loomserve.platform.lending.messages import (
+    BorrowerEngine,
     BorrowerReport,
+    EngineRpc,
     LendRequest,
     LoanReport,
     ShardReport,
 )
 from loomserve.platform.lending.metrics import LendingMetrics
-from loomserve.platform.lending.replica.engine_calls import BorrowerCalls, EngineRpc
 from loomserve.platform.lending.ring.held import is_held
 from loomserve.platform.run.sockets import PlatformConnector
 from loomserve.platform.state import BorrowingState, LoanState, ShardState
@@ -54,7 +55,7 @@ _MISSES = 3
 
 
 class LenderError(Exception):
-    """Refusal of a lender's replica, with its message."""
+    """Refusal of a lender's replica."""
 
 
 @dataclass
@@ -93,19 +94,10 @@ class LoanReconciler:
         quiet: bool = False,
         folder: Path = SHARED_MEMORY,
     ) -> None:
-        """
-        Args:
-            rpc: to the engine that borrows.
-            model: whose engine that is.
-            replica_id: the replica's.
-            most: loans that the engine can have at a time.
-            internal_token: what lenders' replicas ask for.
-            drain_timeout_s: time that requests may stay with a lender while a loan drains.
-            quiet: leave the engine alone while there is no loan, and none is to be.
-            folder: of the task rings, in shared memory.
-        """
+        """The engine can have ``most`` loans at a time. ``quiet``: leave it alone while there is no
+        loan, and none is to be. ``folder`` of the task rings is in shared memory."""
         self.state: BorrowingState | None = None
-        self._engine = BorrowerCalls(rpc)
+        self._rpc = rpc
         self._model, self._replica_id = model, replica_id
         self._most = most
         self._drain_timeout_s, self._quiet = drain_timeout_s, quiet
@@ -137,7 +129,7 @@ class LoanReconciler:
             return
         if self._quiet and not self._loans and not self._desired.lenders and self.state is not None:
             return  # the engine need not be asked
-        there = {loan.name: loan for loan in (await self._engine.loan_state()).loans}
+        there = {loan.name: loan for loan in (await self._report()).loans}
         for loan in list(self._loans.values()):
             if loan.name not in there:
                 await self._on_loan_ended(loan, now)
@@ -149,10 +141,12 @@ class LoanReconciler:
                 await self._limit(loan, self._desired)
         for lender in self._missing(self._desired, now):
             await self._open(lender, self._desired.shards.get(lender.model), now)
-        self._publish_metrics(await self._engine.loan_state(), self._desired, now)
+        self._publish_metrics(await self._report(), self._desired, now)
+
+    async def _report(self) -> BorrowerReport:
+        return BorrowerReport.model_validate(await self._rpc("loan_state"))
 
     async def close(self) -> None:
-        """End all loans at once; requests that lie there are computed elsewhere."""
         for loan in list(self._loans.values()):
             await self._end(loan)
         await self._session.close()
@@ -167,7 +161,6 @@ class LoanReconciler:
         )
 
     def _missing(self, desired: DesiredState, now: float) -> list[LenderReplica]:
-        """Lenders to ask now, as many as the engine has room for."""
         has = {loan.lender.model for loan in self._loans.values()}
         missing = [
             lender
@@ -186,10 +179,10 @@ class LoanReconciler:
                 name=name,
                 ring=str(ring),
                 borrower=self._model,
-                engine=await self._engine.borrowing(shard),
+                engine=BorrowerEngine.model_validate(await self._rpc("borrowing", shard)),
             )
             await self._ask(lender, "POST", LOANS_PATH, request.model_dump())
-            partition = await self._engine.borrow(name, str(ring), shard)
+            partition = await self._rpc("borrow", name, str(ring), shard)
         except Exception as error:  # vLLM raises no other where an engine's own call failed
             self._problems[lender.model] = str(error) or repr(error)
             self._back_off(lender, now)
@@ -203,20 +196,19 @@ class LoanReconciler:
     async def _limit(self, loan: _Loan, desired: DesiredState) -> None:
         most = desired.lender_limits.get(loan.lender.model)
         if loan.most_bytes != most:
-            await self._engine.limit_loan(loan.partition, most)
+            await self._rpc("limit_loan", loan.partition, most)
             loan.most_bytes = most
 
     async def _drain(self, loan: _Loan, now: float) -> None:
         if loan.drained_by is None:
             loan.drained_by = now + self._drain_timeout_s
-        if await self._engine.drain_loan(loan.partition) or now >= loan.drained_by:
+        if await self._rpc("drain_loan", loan.partition) or now >= loan.drained_by:
             await self._end(loan)
             if self._desired is not None and loan.name in self._desired.drain_loans:
                 # The operator wants no loan here for a while.
                 self._backoffs[loan.lender.id] = _Backoff(_MOST_BACKOFF_S, now + _MOST_BACKOFF_S)
 
     async def _on_loan_ended(self, loan: _Loan, now: float, how: str = "ended by itself") -> None:
-        """The engine has given the loan up."""
         lived_s = now - loan.opened_at
         _log.warning("the loan of %s at %s %s", self._model, loan.lender.id, how)
         self._problems[loan.lender.model] = f"the last loan {how} after {lived_s:.0f} s"
@@ -233,7 +225,7 @@ class LoanReconciler:
     async def _end(self, loan: _Loan) -> None:
         del self._loans[loan.name]
         with contextlib.suppress(Exception):  # as above; the engine may be dead
-            await self._engine.end_loan(loan.partition)
+            await self._rpc("end_loan", loan.partition)
         await self._give_back(loan.lender, loan.name, loan.ring)
 
     async def _give_back(self, lender: LenderReplica, name: str, ring: Path) -> None:
@@ -311,10 +303,8 @@ def _shard(loan: _Loan, report: ShardReport | None) -> ShardState | None:
 
 def remove_left_rings(folder: Path) -> None:
     """Remove the task rings of replicas that were killed, as shared memory outlives processes.
-
     Where containers share the memory but not their process ids, a ring's maker seems dead: what a
-    process still maps stays.
-    """
+    process still maps stays."""
     for path in folder.iterdir():
         left = _RING_NAME.match(path.name)
         if left and not psutil.pid_exists(int(left[1])):

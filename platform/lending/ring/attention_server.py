@@ -30,19 +30,18 @@ class AttentionServer:
     """Serves all rings of one lender's worker, one task at a time.
 
     While the engine runs a step (:meth:`busy`) tasks are served by :meth:`poll`, which the model's
-    forward calls between its operators; in between (:meth:`idle`) by a thread of its own,
-    which spins for ``spin_s`` after its last task and then sleeps until a borrower wakes it. It
-    takes as many cores as the thread that opens the first ring computes with. vLLM's CPU kernels
-    share one scratch pad a process, so the two never serve at once, and no other thread may run
-    those kernels while the server is idle.
+    forward calls between its operators; between steps (:meth:`idle`) by a thread, which spins for
+    ``spin_s`` after its last task and then sleeps until a borrower wakes it. It takes as many cores
+    as the thread that opens the first ring computes with. vLLM's CPU kernels share one scratch pad
+    a process, so the two never serve at once, and no other thread may run those kernels while the
+    server is idle.
 
-    A task is served only if its layer, its rows and all its blocks are the borrower's to use; else
-    the ring is closed as REFUSED, before any memory is touched. An error of the kernel closes it
-    as FAILED. Copies of blocks are tasks like others.
+    A task whose layer, rows or blocks are not the borrower's closes the ring as REFUSED before any
+    memory is touched; an error of the kernel closes it as FAILED. Copies of blocks are tasks like
+    others.
 
-    What a borrower wrote is set to zero before memory that it gave back is used again, since any
-    bits may be among it: vLLM's kernel gives what stands behind a sequence the weight zero, but
-    infinity and NaN are not zero then.
+    What a borrower wrote is zeroed before memory that it gave back is used again: vLLM's kernel
+    weights what stands behind a sequence by zero, which an infinity or NaN there would survive.
     """
 
     poll: Callable[[], int]
@@ -50,11 +49,7 @@ class AttentionServer:
     fraction of a microsecond."""
 
     def __init__(self, spin_s: float = 50e-6, *, split_kv: bool = True) -> None:
-        """
-        Args:
-            spin_s: how long the idle thread looks for the next task before it sleeps.
-            split_kv: whether several threads may share a sequence, as vLLM's kernels let them.
-        """
+        """``split_kv``: whether several threads may share a sequence, as in vLLM's kernels."""
         module = native.extension()
         self._split_kv = split_kv
         self._module = module
@@ -74,23 +69,13 @@ class AttentionServer:
         layers: ComputeLayers | None = None,
         rows: Rows = PLAIN,
     ) -> None:
-        """Serve this ring from now on.
+        """Serve this ring, which :meth:`LentRing.create` has made, from now on.
 
-        vLLM's kernel reads a sequence's last block to its end and gives what is behind the sequence
-        the weight zero, so all granted memory must hold finite numbers of the borrower's dtype:
-        zero it first, if it held another.
-
-        Args:
-            ring: made by :meth:`LentRing.create`; ``granted`` may change while it is served.
-            caches: key and value cache of each of the borrower's layers in the lender's memory,
-                [rows, kv_heads, block_size, head_size]; a head's tokens are contiguous, heads and
-                blocks may be apart. Both of a layer have the same strides.
-            layers: computes a task in place of attention; its errors close the ring, too.
-            rows: of the caches, in which the borrower's blocks are.
-
-        Raises:
-            ValueError: the caches are not of the ring's geometry.
-            RuntimeError: vLLM's kernels are not loaded.
+        All granted memory must hold finite numbers of the borrower's dtype, as vLLM's kernel reads
+        a sequence's last block to its end. ``caches`` are of the borrower's layers, [rows,
+        kv_heads, block_size, head_size], all with the same strides; a head's tokens are contiguous.
+        ``layers`` computes a task in place of attention. ``ValueError`` if the caches are not of
+        the ring's geometry, ``RuntimeError`` if vLLM's kernels are not loaded.
         """
         geometry = ring.geometry
         _check(caches, geometry)
@@ -118,22 +103,14 @@ class AttentionServer:
         self._layers[ring] = layers
 
     def close(self, ring: LentRing) -> bool:
-        """Serve the ring no more: from then on it does not touch the lender's memory.
-
-        Waits for a task that is being served, and clears what was written. The ring itself stays
-        open unless it is shut.
-
-        Returns:
-            Whether it had layers, which are freed.
-        """
+        """Serve the ring no more, which stays open, and clear what was written, after a task that
+        is being served. Returns whether the ring had layers, which are freed."""
         self._end.close(self._mapped.pop(ring))
         return self._layers.pop(ring, None) is not None
 
     def busy(self) -> None:
-        """The engine begins a step, with memory that borrowers may have given back.
-
-        Waits for a task that the idle thread serves just now.
-        """
+        """The engine begins a step, with memory that borrowers may have given back. Waits for a
+        task that the idle thread serves just now."""
         self._end.busy()
 
     def idle(self) -> None:
@@ -141,10 +118,8 @@ class AttentionServer:
         self._end.idle()
 
     def dead(self) -> list[LentRing]:
-        """Return the served rings that have been closed, as when their borrower died.
-
-        That is seen within 0.1 s while the server is idle, else when the next step begins.
-        """
+        """Return the served rings that have been closed, as when their borrower died. That is seen
+        within 0.1 s while the server is idle, else when the next step begins."""
         return [ring for ring in self._mapped if ring.closed is not Closed.OPEN]
 
     def stop(self) -> None:

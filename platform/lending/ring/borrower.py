@@ -37,8 +37,7 @@ class Borrower:
 
     Call :meth:`begin_step` once a step, then for each layer :meth:`post`, own work, :meth:`wait`.
     Between steps, blocks are copied by :meth:`begin_copy`, then :meth:`write` or :meth:`read`. Once
-    the ring is closed, by whomever, nothing is posted and each wait is False at once, so callers
-    need not ask in every layer.
+    the ring is closed, nothing is posted and each wait is False at once.
     """
 
     def __init__(self, ring: Ring, *, in_python: bool = False) -> None:
@@ -61,12 +60,10 @@ class Borrower:
     ) -> None:
         """Write what the rows of this step's tasks are, as in vLLM's attention metadata.
 
-        Args:
-            query_start_loc: int32 [requests + 1], counted from these rows' first.
-            seq_lens: int32 [requests], tokens in the cache after this step.
-            block_table: int32 [requests, up to ``ring.max_blocks``], blocks in the loan's own
-                numbering; entries behind a sequence's last block are not read.
-            slot_mapping: int64 [tokens], block * block size + place in the block.
+        ``query_start_loc`` is int32 [requests + 1], counted from these rows' first; ``seq_lens``
+        int32 [requests], with this step's tokens; ``block_table`` int32 [requests, up to
+        ``ring.max_blocks``] in the loan's own numbering; ``slot_mapping`` int64 [tokens], block *
+        block size + place in the block.
 
         Raises:
             RuntimeError: a task is in flight.
@@ -109,7 +106,7 @@ class Borrower:
 
         Raises:
             RuntimeError: a task is in flight.
-            ValueError: they are more than the ring has room for (``ring.most_copied``), or none.
+            ValueError: they are none, or more than ``ring.most_copied``.
         """
         if self._in_flight:
             raise RuntimeError("a task is in flight: wait for it before a step begins")
@@ -120,41 +117,23 @@ class Borrower:
         self._begin(len(blocks), 0, task)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, timeout_s: float) -> bool:
-        """Copy one layer of the blocks into the lender's memory.
-
-        Args:
-            layer: from 0.
-            key: [blocks, kv_heads, block_size, head_size], as it stands in a cache; ``value``, too.
-            timeout_s: as of :meth:`wait`.
-
-        Returns:
-            False if the ring is closed.
-        """
+        """Copy one layer of the blocks into the lender's memory; False if the ring is closed.
+        ``key`` and ``value`` are [blocks, kv_heads, block_size, head_size], as in a cache."""
         self._copied[0].copy_(key)
         self._copied[1].copy_(value)
         return bool(self._end.copy(layer, timeout_s))
 
     def read(self, layer: int, timeout_s: float) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Copy one layer of the blocks from the lender's memory.
-
-        Returns:
-            Key and value as :meth:`write` takes them, in the ring until its next task; None if the
-            ring is closed.
-        """
+        """Copy one layer of the blocks from the lender's memory; None if the ring is closed. Key
+        and value are as :meth:`write` takes them, in the ring until its next task."""
         return self._copied if self._end.copy(layer, timeout_s) else None
 
     def post(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Hand the step's rows of one layer to the lender.
 
-        Args:
-            layer: from 0.
-            query: [tokens, query_heads, head_size] of the geometry's dtype; the last dimension is
-                contiguous, here as in the others.
-            key: [tokens, kv_heads, head_size].
-            value: like ``key``.
-
-        Raises:
-            RuntimeError: a task is in flight, or the tensors are not of this step and geometry.
+        ``query`` is [tokens, query_heads, head_size] of the geometry's dtype, ``key`` and ``value``
+        are [tokens, kv_heads, head_size]; the last dimension is contiguous. ``RuntimeError`` if a
+        task is in flight, or the tensors are not of this step and geometry.
         """
         if self._in_flight:
             raise RuntimeError("a task is in flight: wait for it before the next is posted")
@@ -164,16 +143,9 @@ class Borrower:
     def through_layers(
         self, hidden: torch.Tensor, residual: torch.Tensor, timeout_s: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Have the lender compute its layers of the step's rows.
-
-        Args:
-            hidden: [tokens, hidden_size] of the geometry's dtype; no wider than a row of queries.
-            residual: like ``hidden``.
-            timeout_s: as of :meth:`wait`.
-
-        Returns:
-            Hidden states and residual behind those layers; None if the ring is closed.
-        """
+        """Have the lender compute its layers of the step's rows; None if the ring is closed. Takes
+        and returns hidden states and residual, [tokens, hidden_size] of the geometry's dtype, no
+        wider than a row of queries."""
         tokens, width = hidden.shape
         query, output = (
             area[:tokens].view(tokens, -1)[:, :width]
@@ -189,16 +161,13 @@ class Borrower:
         return output.clone(), query.clone()
 
     def wait(self, output: torch.Tensor, timeout_s: float) -> bool:
-        """Copy the posted task's attention into ``output``.
+        """Copy the posted task's attention into ``output``, [tokens, query_heads, head_size] or
+        [tokens, query_heads * head_size]. False if the ring is closed; ``output`` is then
+        unchanged.
 
-        Args:
-            output: [tokens, query_heads, head_size] or [tokens, query_heads * head_size].
-            timeout_s: after it the ring is closed as TIMED_OUT; a halt of this thread counts for
-                ``LONGEST_LOOK_NS`` at most. A lender whose process is gone closes it as DIED within
-                some milliseconds.
-
-        Returns:
-            False if the ring is closed; ``output`` is then as it was.
+        After ``timeout_s`` the ring is closed as TIMED_OUT; a halt of this thread counts for
+        ``LONGEST_LOOK_NS`` at most. A lender whose process is gone closes it as DIED within some
+        milliseconds.
         """
         self._in_flight = False
         return bool(self._end.wait(output, timeout_s))
@@ -214,12 +183,7 @@ class _Fallback:
         self._fence = threading.Lock()
 
     def post(
-        self,
-        layer: int,
-        tokens: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        self, layer: int, tokens: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         ring = self._ring
         if ring.closed is not Closed.OPEN:
@@ -271,7 +235,7 @@ class _Fallback:
         ring, words, done = self._ring, self._ring.words, ControlLine.DONE * LINE_WORDS
         looked, waited = begin, 0
         while ring.closed is Closed.OPEN:
-            # Before it looks for the result, lest a halt of this process pass for the lender's.
+            # Before the look for the result, or a halt of this process would pass for the lender's.
             now = time.monotonic_ns()
             if words[done] == self._posted:
                 return True
@@ -288,5 +252,5 @@ class _Fallback:
 
 
 def _wake(address: int) -> None:
-    """Wake whoever sleeps on the futex there (FUTEX_WAKE, all of them)."""
+    """Wake all that sleep on the futex there (FUTEX_WAKE)."""
     ctypes.CDLL(None).syscall(SYS_FUTEX, ctypes.c_void_p(address), 1, 2**31 - 1, None, None, 0)

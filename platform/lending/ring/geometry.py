@@ -8,7 +8,7 @@ from typing import Self
 import msgspec
 
 GPU = "gpu"
-"""Of ``Geometry.isa``: a token's key and value lie side by side, as on GPUs."""
+"""Value of ``Geometry.isa``: a token's key and value lie side by side, as on GPUs."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -16,16 +16,10 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Geometry:
     """Shape, type and arithmetic of one model's attention, alike in all its layers.
 
-    Attributes:
-        dtype: Of activations and KV cache alike.
-        scale: By which logits are multiplied.
-        isa: Variant of vLLM's CPU attention kernel that packs a block's interior ("vec", "vec16",
-            "amx", "neon", …), or :data:`GPU`.
-        sliding_window: In tokens; -1 is none.
-        softcap: Of logits; 0 is none.
-
-    Raises:
-        ValueError: no attention has this geometry.
+    Activations and KV have the same ``dtype``. ``isa`` is the variant of vLLM's CPU attention
+    kernel that packs a block's interior ("vec", "vec16", "amx", "neon", …), or :data:`GPU`. A
+    ``sliding_window`` of -1 tokens is none, as is a ``softcap`` of 0. ``ValueError`` if no
+    attention has this geometry.
     """
 
     layers: int

@@ -13,11 +13,8 @@ def hold(file: FileIO) -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether any process maps a file of a ring, be it of another container.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Whether any process maps a file of a ring, be it of another container; ``OSError`` if it
+    cannot be opened."""
     with FileIO(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

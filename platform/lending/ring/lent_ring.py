@@ -23,10 +23,8 @@ GRANTED, STATS = 0, 1
 
 class LentRing(Ring):
     """The lender's view: what it grants and counts stands in a page that its worker and its
-    scheduler alone map, and on the ring as a copy for the borrower.
-
-    The worker makes it, and the scheduler attaches, upon which the page's name is removed.
-    """
+    scheduler alone map, and on the ring as a copy for the borrower. The worker makes it, and the
+    scheduler attaches, upon which the page's name is removed."""
 
     own: torch.Tensor
     """The page, int64; gone after :meth:`close`."""

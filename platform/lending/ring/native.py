@@ -40,11 +40,8 @@ IN_ORDER = ("x86_64", "AMD64")
 
 @functools.cache
 def extension() -> Any | None:
-    """Return the extension, or None if it cannot be built and the Python fallback may stand in.
-
-    Raises:
-        StartError: it cannot be built, and the fallback would be unsafe on this machine.
-    """
+    """Return the extension, or None if it cannot be built and the Python fallback may stand in;
+    ``StartError`` where the fallback would be unsafe."""
     try:
         return load()
     except StartError as error:
@@ -55,11 +52,8 @@ def extension() -> Any | None:
 
 
 def load() -> Any:
-    """Return the extension; one of the processes that need it builds it first, if need be.
-
-    Raises:
-        StartError: it cannot be built; the message says what to install.
-    """
+    """Return the extension; the first process that needs it builds it. ``StartError`` if it cannot
+    be built; the message says what to install."""
     path = target()
     try:
         if not path.exists():
@@ -78,7 +72,6 @@ def load() -> Any:
 
 
 def target() -> Path:
-    """Return the path of the extension, built or not."""
     parts = (
         SOURCE.read_bytes(),
         torch.__version__.encode(),

@@ -19,9 +19,8 @@ A step that copies has its blocks' numbers in the first row of ``block_table`` a
 they stand in a cache, from the beginning of ``key`` and ``value``.
 
 **Control lines.** Each line has one writing process, and 128 bytes since some machines have such
-cache lines and others fetch 64-byte ones in pairs. ``CLOSED`` alone is written by whoever gives up
-first; it leaves OPEN once and for all, but of two that give up at the same instant either reason
-may stand.
+cache lines and others fetch 64-byte ones in pairs. ``CLOSED`` alone is written by both ends: it
+leaves OPEN once and for all, but of two that give up at the same instant either reason may stand.
 
 **Trust.** Each end may write anywhere in the file, so neither believes what it reads here. Numbers
 are copied and checked before they are used, a process's own counters are its own and only shown
@@ -43,7 +42,7 @@ has no fences, so it runs on x86 only, where stores become visible in program or
 in it (Intel SDM vol. 3, section 9.2; AMD APM vol. 2, section 7.2).
 
 **Memory that is taken back.** A borrower says which blocks it uses (``vacated``) before it uses
-more (:meth:`Ring.claim`), and a lender says to what the borrower shall shrink (``wanted``) before
+more (:meth:`Ring.claim`), and a lender says to what the borrower is to shrink (``wanted``) before
 it looks whether it has (:meth:`Ring.recall`). As each writes before it reads, a lender that takes
 what it has just granted either sees the claim, and waits, or is seen by who makes it.
 
@@ -71,6 +70,7 @@ from typing import NamedTuple, Self
 import torch
 
 from loomserve.platform.base.errors import StartError
+from loomserve.platform.base.files import replacing
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.held import hold
 
@@ -141,11 +141,9 @@ class RingTask(enum.IntEnum):
 
 
 class RingStats(NamedTuple):
-    """Counts of a ring's tasks but for copies, and their times in ns.
-
-    ``tasks`` to ``wait_max_ns`` are the borrower's: waits last until a result was copied out. The
-    others are the lender's: ``pickup_ns`` passed between post and begin of service.
-    """
+    """Counts of a ring's tasks but for copies, and their times in ns. ``tasks`` to ``wait_max_ns``
+    are the borrower's: waits last until a result was copied out. The others are the lender's:
+    ``pickup_ns`` passed between post and begin of service."""
 
     tasks: int
     post_ns: int
@@ -158,9 +156,7 @@ class RingStats(NamedTuple):
 
     def since(self, before: RingStats) -> RingStats:
         """How much each has grown; 0 where it shrank, which no end in order lets happen."""
-        return RingStats(
-            *(max(0, now - then) for now, then in zip(self, before, strict=True)),
-        )
+        return RingStats(*(max(0, now - then) for now, then in zip(self, before, strict=True)))
 
 
 class Areas(NamedTuple):
@@ -187,10 +183,9 @@ def _fence() -> None:
 class Ring:
     """One ring as one process maps it.
 
-    The two workers post and serve through
-    :class:`~loomserve.platform.lending.ring.borrower.Borrower` and
-    :class:`~loomserve.platform.lending.ring.attention_server.AttentionServer`; their schedulers
-    map the ring for its control words.
+    Workers post and serve through their :class:`~loomserve.platform.lending.ring.borrower.Borrower`
+    and :class:`~loomserve.platform.lending.ring.attention_server.AttentionServer`; schedulers map
+    the ring for its control words.
     """
 
     areas: Areas
@@ -216,27 +211,17 @@ class Ring:
         cls, path: Path, geometry: Geometry, max_tokens: int, max_requests: int, max_blocks: int
     ) -> Self:
         """Make a ring for steps of up to ``max_tokens``, and requests of up to ``max_blocks`` each.
-
-        A ring already at ``path`` is replaced; who has it mapped keeps the old one.
-
-        Raises:
-            StartError: there is too little shared memory.
-        """
+        A ring already at ``path`` is replaced; who has it mapped keeps the old one. ``StartError``
+        if there is too little shared memory."""
         superblock = _Superblock(geometry, max_tokens, max_requests, max_blocks)
-        new = path.with_name(f"{path.name}.{os.getpid()}.new")
-        new.unlink(missing_ok=True)
-        try:
-            # What it carries are users' prompts, so nobody else may read it.
-            with FileIO(new, "x+", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                _reserve(path, file, superblock.nbytes)
-                os.pwrite(file.fileno(), superblock.pack(), 0)
-                ring = cls(path, file)
-            # Nobody may attach to what is not complete.
-            new.rename(path)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
-        return ring
+        # Nobody may attach to what is not complete, or read it: it carries users' prompts.
+        with (
+            replacing(path) as new,
+            FileIO(new, "x+", opener=lambda name, flags: os.open(name, flags, 0o600)) as file,
+        ):
+            _reserve(path, file, superblock.nbytes)
+            os.pwrite(file.fileno(), superblock.pack(), 0)
+            return cls(path, file)
 
     @classmethod
     def attach(cls, path: Path) -> Self:
@@ -268,7 +253,7 @@ class Ring:
 
     @property
     def wanted(self) -> int:
-        """Blocks to which the borrower shall shrink; the lender's scheduler writes it."""
+        """Blocks to which the borrower is to shrink; the lender's scheduler writes it."""
         return max(0, self.words[ControlLine.WANTED * LINE_WORDS])
 
     @wanted.setter
@@ -285,10 +270,8 @@ class Ring:
         self.words[ControlLine.VACATED * LINE_WORDS] = blocks
 
     def claim(self) -> int:
-        """Return how many blocks the borrower may use until the next claim; the lender knows.
-
-        Who may use fewer than before leaves them, and then writes ``vacated``.
-        """
+        """Return how many blocks the borrower may use until the next claim; the lender knows. Who
+        may use fewer than before leaves them, and then writes ``vacated``."""
         blocks = min(self.granted, self.wanted)
         if blocks > self.vacated:
             self.vacated = blocks
@@ -310,7 +293,7 @@ class Ring:
         if self._closed is Closed.OPEN:
             self._closed = Closed(word)
         elif word == Closed.OPEN:
-            # Other processes of this end shall see it, too.
+            # Other processes of this end must see it, too.
             self.words[ControlLine.CLOSED * LINE_WORDS] = self._closed
         return self._closed
 
@@ -346,7 +329,6 @@ class Ring:
 
     @property
     def most_copied(self) -> int:
-        """The most blocks that one step can copy."""
         return min(self.max_tokens // self.geometry.block_size, self.max_blocks)
 
     def copied(self, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -375,10 +357,8 @@ class RingPeer:
         self._gone = False
 
     def meet(self) -> None:
-        """Open the process soon after it came, lest its pid mean another one later.
-
-        What is no pid counts as a process that is gone.
-        """
+        """Open the process soon after it came, before its pid can mean another one. What is no pid
+        counts as a process that is gone."""
         pid = self._ring.words[self._end * LINE_WORDS]
         if pid and self._process is None and not self._gone:
             try:
@@ -390,7 +370,7 @@ class RingPeer:
                 self._gone = error.errno == errno.EINVAL
 
     def gone(self) -> bool:
-        """Return whether its process has ended, reaped or not."""
+        """Whether its process has ended, reaped or not."""
         self.meet()
         if self._process is not None:
             ended = select.poll()
@@ -440,7 +420,6 @@ class _Superblock(NamedTuple):
 
 
 def _in_pages(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the bytes of the whole pages that such a tensor takes."""
     size: int = prod(shape) * dtype.itemsize
     return -(-size // _PAGE) * _PAGE
 

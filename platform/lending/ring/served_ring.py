@@ -10,13 +10,7 @@ from torch import Tensor
 
 from loomserve.platform.lending.policy.layout import Rows
 from loomserve.platform.lending.ring.lent_ring import STATS, LentRing
-from loomserve.platform.lending.ring.ring import (
-    LINE_WORDS,
-    Closed,
-    ControlLine,
-    RingPeer,
-    RingTask,
-)
+from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, ControlLine, RingPeer, RingTask
 
 POLLED, IDLED, SERVICE_NS, PICKUP_NS = range(4)
 """The lender's counters."""
@@ -89,7 +83,6 @@ class ServedRing:
         self.written = first
 
     def count(self, counter: int, amount: int) -> None:
-        """Add to one of the lender's counters."""
         own = self._ring.own_words
         own[STATS + counter] += amount
         # So that the borrower sees it, too.
@@ -115,7 +108,6 @@ class ServedRing:
         return work == RingTask.ATTEND and self._take_rows(requests, tokens)
 
     def _take_rows(self, requests: int, tokens: int) -> bool:
-        """The same of rows whose attention is asked for."""
         return False
 
     def _take_copy(self, blocks: int, work: RingTask) -> bool:

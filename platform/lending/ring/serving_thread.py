@@ -21,8 +21,6 @@ IDLE_SLEEP_S = 100e-6
 
 
 class Served(Protocol):
-    """What serves one ring."""
-
     @property
     def borrower(self) -> RingPeer: ...
 
@@ -31,20 +29,14 @@ S = TypeVar("S", bound=Served)
 
 
 class ServingThread(Generic[S]):
-    """Serves rings, one task at a time, while it holds ``lock``, unless it is paused.
-
-    An error of a ring's service closes it as FAILED.
-    """
+    """Serves rings, one task at a time, while it holds ``lock``, unless it is paused. An error of a
+    ring's service closes it as FAILED."""
 
     def __init__(
         self, rings: Mapping[LentRing, S], serve: Callable[[S], int], spin_s: float
     ) -> None:
-        """
-        Args:
-            rings: changed by whoever holds ``lock``.
-            serve: serves at most one task, and returns how many.
-            spin_s: how long it looks for the next task before it sleeps.
-        """
+        """``rings`` is changed by who holds ``lock``; ``serve`` serves at most one task, and
+        returns how many. After ``spin_s`` without one the thread sleeps between looks."""
         self.lock = threading.Lock()
         self._rings = rings
         self._serve = serve
@@ -56,11 +48,7 @@ class ServingThread(Generic[S]):
         self._looked = 0
 
     def start(self, within: Callable[[], AbstractContextManager[object]]) -> None:
-        """Begin, unless it has.
-
-        Args:
-            within: makes what the thread runs in.
-        """
+        """Begin, unless it has, in the context that ``within`` makes."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, args=(within,), daemon=True)
             self._thread.start()

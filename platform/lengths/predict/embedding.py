@@ -38,10 +38,9 @@ class TokenEmbeddings:
     """Embedding table of a model folder, memory-mapped: loading reads only its header."""
 
     def __init__(self, folder: Path) -> None:
-        """
-        Raises:
-            ConfigError: the folder has no tokenizer.json, or no embedding table in safetensors of
-                float32, float16 or bfloat16.
+        """Raises:
+        ConfigError: the folder has no tokenizer.json, or no embedding table in safetensors of
+            float32, float16 or bfloat16.
         """
         tokenizer = folder / "tokenizer.json"
         if not tokenizer.is_file():
@@ -58,7 +57,6 @@ class TokenEmbeddings:
         return int(self._table.shape[1])
 
     def tokens(self, text: str) -> int:
-        """The number of tokens of a whole text."""
         return len(self._tokenizer.encode(text, add_special_tokens=False))
 
     def mean(self, text: str) -> Floats:

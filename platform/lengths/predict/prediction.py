@@ -1,24 +1,27 @@
-"""The question about an answer's length, and the prediction that answers it."""
+"""The question about an answer's length, made of a request, and the prediction that answers it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
+
+from loomserve.platform.requests.policy.sequences import longest
 
 COVERAGE = 0.9
 """Share of answers whose length is to lie within the prediction's interval."""
+_SYSTEM = ("system", "developer")
+# Characters whose tokens are counted; the rest is taken to have as many tokens per character.
+_COUNTED = 4000
 
 
 @dataclass(frozen=True, slots=True)
 class LengthQuery:
     """The properties of a request on which its answer's length may depend.
 
-    Attributes:
-        instruction: The application's text: the system prompt, or the text that its requests
-            repeat. May be empty.
-        user_input: The user's text. May be empty.
-        input_tokens: Tokens of the whole prompt, by the caller's count; at least 0.
-        max_tokens: The most tokens that may be generated; at least 1. None: no bound is known.
+    ``instruction`` is the application's text: the system prompt, or the text that its requests
+    repeat. It or ``user_input`` may be empty. ``input_tokens`` are those of the whole prompt, and
+    ``max_tokens`` the most that may be generated; None: no bound is known.
     """
 
     instruction: str
@@ -41,10 +44,46 @@ class Prediction:
     """As likely exceeded as not."""
 
 
-class Predictor(Protocol):
-    """Predicts output lengths within 3 ms (median, one core), without I/O, from any thread.
+def query_of(request: Mapping[str, Any], count: Callable[[str], int]) -> LengthQuery | None:
+    """The length query of a request to any endpoint that generates text.
 
-    Long texts take longer, so it must not be called on an event loop.
+    The instruction is the text of system messages, ``system`` or ``instructions``; all other text
+    is the user's input. ``count`` returns the tokens of a text. None: there is no text, as with
+    token ids, or there are several prompts, whose answers differ.
     """
+    instruction = list(_texts(request, ("system", "instructions")))
+    user_input: list[str] = []
+    for message in _messages(request):
+        is_system = message.get("role") in _SYSTEM
+        (instruction if is_system else user_input).extend(_texts(message, ("content",)))
+    prompts = list(_texts(request, ("prompt", "input")))
+    if len(prompts) > 1:
+        return None
+    application, text = "\n".join(instruction), "\n".join(user_input + prompts)
+    if not application and not text:
+        return None
+    tokens = _tokens(application, count) + _tokens(text, count)
+    return LengthQuery(application, text, tokens, longest(request))
 
-    def predict(self, query: LengthQuery) -> Prediction: ...
+
+def _messages(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for name in ("messages", "input"):
+        found = request.get(name)
+        if isinstance(found, list):
+            yield from (message for message in found if isinstance(message, dict))
+
+
+def _texts(node: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[str]:
+    """Texts under these names: a string, a list, or entries ``{"type": …, "text": …}``."""
+    for name in names:
+        found = node.get(name)
+        for part in found if isinstance(found, list) else [found]:
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str) and text:
+                yield text
+
+
+def _tokens(text: str, count: Callable[[str], int]) -> int:
+    if len(text) <= _COUNTED:
+        return count(text)
+    return round(count(text[:_COUNTED]) * len(text) / _COUNTED)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.lengths.predict.buckets import bucket_of
 from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
+from loomserve.platform.lengths.predict.head import bucket_of
 from loomserve.platform.lengths.predict.prediction import Prediction
 from loomserve.platform.lengths.predict.predictor import KINDS, TrainedPredictor
 from loomserve.platform.lengths.training import split
@@ -66,10 +66,8 @@ def trained_without(
 ) -> TrainedPredictor:
     """A predictor that has not seen this fold: the next fold calibrates it, the others train it.
 
-    ``folds`` has the number of each sample's fold, below :data:`FOLDS` (``split.py``).
-
-    Raises:
-        ConfigError: too few samples.
+    ``folds`` has the number of each sample's fold, below :data:`FOLDS` (``split.py``). Raises
+    ``ConfigError`` for too few samples.
     """
     known = [(sample, of) for sample, of in zip(samples, folds, strict=True) if of != fold]
     fitted, _ = train(
@@ -86,10 +84,8 @@ def evaluate(samples: Sequence[Sample], embeddings: TokenEmbeddings) -> list[Pre
     """Scores of every kind of predictor on every task, and on all tasks together.
 
     Cross-validation over five folds without near-duplicates (``split.py``): in each round one fold
-    tests, the next calibrates and three train, so that every request is tested once.
-
-    Raises:
-        ConfigError: too few samples.
+    tests, the next calibrates and three train, so that every request is tested once. Raises
+    ``ConfigError`` for too few samples.
     """
     names = split.groups([sample.query for sample in samples])
     folds = [split.fold(name, FOLDS) for name in names]

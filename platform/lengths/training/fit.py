@@ -15,15 +15,17 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.lengths.predict.app_means import AppMeans
-from loomserve.platform.lengths.predict.buckets import bucket_of
-from loomserve.platform.lengths.predict.calibration import margin
-from loomserve.platform.lengths.predict.classifier import BucketClassifier
 from loomserve.platform.lengths.predict.embedding import Floats, TokenEmbeddings
-from loomserve.platform.lengths.predict.forest import SHARES, Forest
-from loomserve.platform.lengths.predict.head import Head
+from loomserve.platform.lengths.predict.head import (
+    SHARES,
+    AppMeans,
+    BucketClassifier,
+    Forest,
+    Head,
+    bucket_of,
+)
 from loomserve.platform.lengths.predict.prediction import COVERAGE
-from loomserve.platform.lengths.predict.predictor import KINDS, Fitted
+from loomserve.platform.lengths.predict.predictor import KINDS, Fitted, margin
 from loomserve.platform.lengths.training.samples import Sample
 from loomserve.platform.lengths.training.versions import TrainingSet
 

@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from filelock import FileLock, Timeout
+
 from loomserve.platform.base.errors import LoomserveError
-from loomserve.platform.lengths.predict.calibration import margin
 from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
 from loomserve.platform.lengths.predict.head import Head
 from loomserve.platform.lengths.predict.prediction import COVERAGE, LengthQuery, Prediction
-from loomserve.platform.lengths.predict.predictor import TrainedPredictor
+from loomserve.platform.lengths.predict.predictor import TrainedPredictor, margin
 from loomserve.platform.lengths.training import learning, retrain
-from loomserve.platform.lengths.training.ended import EndedRequests
-from loomserve.platform.lengths.training.learning import Lessons, ObservedLength
+from loomserve.platform.lengths.training.learning import EndedRequests, Lessons, ObservedLength
 from loomserve.platform.lengths.training.split import normalised
 from loomserve.platform.lengths.training.versions import PredictorVersions, TrainingSet, Version
 
@@ -33,7 +33,8 @@ _WAITING = 2000
 class Learner:
     """Predictor that serves the best version of its folder, and learns new ones.
 
-    Only one learner may write a folder. ``predict`` and ``observe`` may be called from any thread.
+    Any number of processes predict, one at a time learns. ``predict`` and ``observe`` may be called
+    from any thread.
     """
 
     def __init__(
@@ -45,16 +46,14 @@ class Learner:
         clock: Callable[[], float] = time.monotonic,
         train: Trainer = retrain.in_own_process,
     ) -> None:
-        """
-        Raises:
-            ConfigError: the version was trained with other embeddings.
-        """
+        """Raises ``ConfigError`` if the version was trained with other embeddings."""
         self._versions = versions
         self._embeddings = embeddings
         self._clock = clock
         self._train = train
+        self._lock = FileLock(versions.folder / "learner.lock", thread_local=False)
         self._lessons = Lessons(clock())
-        self._ended = EndedRequests[tuple[LengthQuery, float, int]](_WAITING, learning.FEWEST)
+        self._ended = EndedRequests(_WAITING, learning.FEWEST)
         self._stop = threading.Event()
         self._predictor: TrainedPredictor | None = None
         self._serve(version, _parent(versions, version))
@@ -62,6 +61,10 @@ class Learner:
     @property
     def version(self) -> int:
         return self._version.number
+
+    def count(self, text: str) -> int:
+        """Number of tokens of a text, by the tokenizer that the predictor was trained with."""
+        return self._embeddings.tokens(text)
 
     def predict(self, query: LengthQuery) -> Prediction | None:
         """None: it has not learnt anything yet."""
@@ -74,19 +77,25 @@ class Learner:
         """Record that the answer had ``tokens`` tokens. Returns at once.
 
         Only for answers that the model ended: one that ``max_tokens`` or its client cut off does
-        not tell the length that it would have had. ``key`` names the API key that asked, if any:
+        not have the length that it would have had. ``key`` names the API key that asked, if any:
         none decides alone what is learnt for all.
         """
         predicted = math.inf if prediction is None else prediction.tokens
         self._ended.add(key, (query, predicted, tokens))
 
-    def start(self) -> None:
-        """Start a thread that learns every 3 minutes until :meth:`close`."""
-        self._start(self.learn)
+    def start(self) -> bool:
+        """Start a thread that learns every 3 minutes until :meth:`close`; returns whether it does.
 
-    def follow(self) -> None:
-        """Start a thread that takes over what another process has learnt, until :meth:`close`."""
-        self._start(self.take_over)
+        If another process learns already, it takes over what that has learnt.
+        """
+        work = self.learn
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            work = self.take_over
+        self._thread = threading.Thread(target=self._run, args=(work,), name="lengths", daemon=True)
+        self._thread.start()
+        return work == self.learn
 
     def take_over(self) -> None:
         """Serve the version that is current on disk.
@@ -102,6 +111,7 @@ class Learner:
     def close(self) -> None:
         """Stop learning, without waiting for a training that is under way."""
         self._stop.set()
+        self._lock.release()
 
     def learn(self) -> None:
         """Carry out one period of learning, if it is due. Training blocks for seconds.
@@ -124,10 +134,6 @@ class Learner:
     @property
     def _head(self) -> Head:
         return self._version.fitted.head
-
-    def _start(self, work: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=self._run, args=(work,), name="lengths", daemon=True)
-        self._thread.start()
 
     def _run(self, work: Callable[[], None]) -> None:
         while not self._stop.wait(self._lessons.waits(self._clock())):
@@ -181,7 +187,7 @@ class Learner:
 
 
 def _parent(versions: PredictorVersions, version: Version) -> Head | None:
-    """The head to go back to from ``version``; None if it has no parent with the same features."""
+    """The head to go back to from ``version``; None: it has no parent with the same features."""
     if version.parent is None:
         return None
     try:

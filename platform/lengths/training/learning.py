@@ -11,6 +11,7 @@ back.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,9 +20,12 @@ import numpy as np
 
 from loomserve.platform.lengths.predict.embedding import Floats
 from loomserve.platform.lengths.predict.head import Head
+from loomserve.platform.lengths.predict.prediction import LengthQuery
 from loomserve.platform.lengths.training.split import fold
 from loomserve.platform.lengths.training.versions import TrainingSet
 
+EndedRequest = tuple[LengthQuery, float, int]
+"""Query of a request that ended, and predicted and real tokens of its answer."""
 PERIOD_S = 180.0
 _OFF_TOKENS, _OFF_SHARE = 10, 0.1
 _HELD_OUT = 4
@@ -35,15 +39,55 @@ FEWEST = 20
 _WORSE = 1.05
 
 
+class EndedRequests:
+    """Requests that ended since the last round of learning; may be used from any thread.
+
+    Learning from all alike would let one API key decide what is predicted for the others.
+    """
+
+    def __init__(self, most: int, fewest: int) -> None:
+        """At most ``most`` requests wait; beyond them the key with the most loses its oldest.
+
+        Of one key ``fewest`` are taken in a round whatever the others do.
+        """
+        self._most = most
+        self._fewest = fewest
+        self._waiting: dict[str, deque[EndedRequest]] = {}
+        self._keys: set[str] = set()
+        self._lock = threading.Lock()
+
+    def add(self, key: str, request: EndedRequest) -> None:
+        """``key``: name of the API key; empty where none is needed."""
+        with self._lock:
+            self._keys.add(key)
+            self._waiting.setdefault(key, deque()).append(request)
+            if sum(map(len, self._waiting.values())) > self._most:
+                max(self._waiting.values(), key=len).popleft()
+
+    def take(self) -> list[EndedRequest]:
+        """The requests of a round, after which none wait.
+
+        A key that has more than all others together gives its latest as many. As long as one key
+        alone has asked, it gives all.
+        """
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+            alone = len(self._keys) < 2
+        total = sum(map(len, waiting.values()))
+        taken: list[EndedRequest] = []
+        for requests in waiting.values():
+            others = total - len(requests)
+            skipped = 0 if alone else len(requests) - max(others, self._fewest)
+            taken += [*requests][max(0, skipped) :]
+        return taken
+
+
 @dataclass(frozen=True, slots=True)
 class ObservedLength:
     """The real length of an answer beside its prediction.
 
-    Attributes:
-        features: The request's features.
-        predicted: Predicted tokens of the answer; infinite where nothing was predicted.
-        tokens: Real tokens of the answer.
-        text: Digest of the request's normalised text; equal texts are all held out, or none.
+    ``predicted`` is infinite where nothing was predicted. ``text`` is the digest of the request's
+    normalised text; equal texts are all held out, or none.
     """
 
     features: Floats
@@ -53,7 +97,6 @@ class ObservedLength:
 
 
 def is_off(predicted: float, tokens: int) -> bool:
-    """Whether a prediction is off by more than 10 tokens and by more than 10 % of the answer."""
     error = abs(predicted - tokens)
     return error > _OFF_TOKENS and error > _OFF_SHARE * tokens
 
@@ -65,29 +108,20 @@ class Lessons:
         self._last = now
         self._new = False
         self._off: deque[ObservedLength] = deque(maxlen=_CAPACITY)
-        self._held_out: deque[ObservedLength] = deque(maxlen=_RECENT)
-        self._since: deque[ObservedLength] = deque(maxlen=_RECENT)
+        self.held_out: deque[ObservedLength] = deque(maxlen=_RECENT)
+        """The latest observed lengths that are held out of training."""
+        self.since: deque[ObservedLength] = deque(maxlen=_RECENT)
+        """The latest lengths observed since the current version serves; it was trained on none."""
 
     def add(self, observed: ObservedLength) -> None:
-        self._since.append(observed)
+        self.since.append(observed)
         if fold(observed.text, _HELD_OUT) == 0:
-            self._held_out.append(observed)
+            self.held_out.append(observed)
         elif is_off(observed.predicted, observed.tokens):
             self._off.append(observed)
             self._new = True
 
-    @property
-    def held_out(self) -> Collection[ObservedLength]:
-        """The latest observed lengths that are held out of training."""
-        return self._held_out
-
-    @property
-    def since(self) -> Collection[ObservedLength]:
-        """The latest lengths observed since the current version serves; it was trained on none."""
-        return self._since
-
     def waits(self, now: float) -> float:
-        """Seconds until the next period."""
         return max(0.0, self._last + PERIOD_S - now)
 
     def next_period(self, now: float) -> bool:
@@ -99,8 +133,9 @@ class Lessons:
 
     def added_to(self, training: TrainingSet) -> TrainingSet | None:
         """The next training set; None: there is nothing new to learn, or too little is held out to
-        compare versions. Samples that a candidate failed to learn are in the next set, too."""
-        if not self._new or len(self._held_out) < FEWEST:
+        compare versions. Samples that a candidate failed to learn are in the next set, too.
+        """
+        if not self._new or len(self.held_out) < FEWEST:
             return None
         self._new = False
         return _joined(training, list(self._off))
@@ -108,7 +143,7 @@ class Lessons:
     def changed(self) -> None:
         """Start afresh for another version, which makes mistakes of its own."""
         self._off.clear()
-        self._since.clear()
+        self.since.clear()
         self._new = False
 
 
@@ -123,7 +158,6 @@ def worse(current: Head, parent: Head, since: Collection[ObservedLength]) -> boo
 
 
 def error(head: Head, observed: Collection[ObservedLength]) -> float:
-    """Mean absolute error of a head in tokens."""
     return float(np.mean([abs(head.guess(o.features).tokens - o.tokens) for o in observed]))
 
 

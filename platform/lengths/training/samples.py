@@ -100,5 +100,4 @@ def _whole(column: str, value: Any) -> int:
 def read_all(
     paths: Sequence[Path], count: Callable[[str], int], model: str | None = None
 ) -> list[Sample]:
-    """The samples of several files, in their order. Raises as :func:`read` does."""
     return [sample for path in paths for sample in read(path, count, model)]

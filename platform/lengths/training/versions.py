@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.base.files import replacing
 from loomserve.platform.lengths.predict.embedding import Floats
 from loomserve.platform.lengths.predict.predictor import KINDS, Fitted
 
@@ -41,7 +42,6 @@ class Version:
 
     @property
     def has_learnt(self) -> bool:
-        """Whether it was trained on anything."""
         return len(self.training.tokens) > 0
 
 
@@ -59,12 +59,10 @@ class PredictorVersions:
         self.folder.mkdir(parents=True, exist_ok=True)
         parent = self.current_number()
         version = Version(max(self._numbers(), default=0) + 1, parent, fitted, training)
-        fresh = self.folder / f".{version.number}.{os.getpid()}"
-        with fresh.open("wb") as file:
+        with replacing(self._path(version.number)) as new, new.open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, **_arrays(version))
             file.flush()
             os.fsync(file.fileno())
-        fresh.replace(self._path(version.number))
         self._point_to(version.number)
         for number in self._numbers()[:-_KEPT]:
             if number not in (version.number, parent):
@@ -72,11 +70,7 @@ class PredictorVersions:
         return version
 
     def current(self) -> Version | None:
-        """The current version; None before the first was published.
-
-        Raises:
-            ConfigError: the version is damaged, or of another release of the platform.
-        """
+        """The current version; None before the first was published. Raises as :meth:`read`."""
         number = self.current_number()
         return None if number is None else self.read(number)
 
@@ -93,9 +87,10 @@ class PredictorVersions:
         return parent
 
     def read(self, number: int) -> Version:
-        """
+        """Read a version.
+
         Raises:
-            ConfigError: the version is missing, damaged, or of another release of the platform.
+            ConfigError: it is missing, damaged, or of another release of the platform.
         """
         path = self._path(number)
         try:
@@ -112,7 +107,7 @@ class PredictorVersions:
         """The number of the current version, of which nothing is read.
 
         Raises:
-            ConfigError: what tells it is damaged.
+            ConfigError: the file that names it is damaged.
         """
         path = self.folder / _POINTER
         try:
@@ -125,12 +120,10 @@ class PredictorVersions:
             ) from None
 
     def _point_to(self, number: int) -> None:
-        fresh = self.folder / f".{_POINTER}.{os.getpid()}"
-        with fresh.open("w", encoding="ascii") as file:
+        with replacing(self.folder / _POINTER) as new, new.open("w", encoding="ascii") as file:
             file.write(str(number))
             file.flush()
             os.fsync(file.fileno())
-        fresh.replace(self.folder / _POINTER)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.npz"

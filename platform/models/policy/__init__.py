@@ -1,1 +1,1 @@
-"""What a model's files say about it: pure functions, told what is in them."""
+"""What a model's files say about it: pure functions of their content."""

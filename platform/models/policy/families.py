@@ -1,7 +1,6 @@
 """The families of models whose form vLLM can read, the most particular first.
 
-A family is known by what its chat template writes, or by its architecture. Names of parsers are
-those of vLLM's registries.
+A family is known by what its chat template writes, or by its architecture. Parser names are vLLM's.
 """
 
 from __future__ import annotations
@@ -11,25 +10,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """Models that one parser reads.
-
-    Attributes:
-        parser: Its name in vLLM.
-        marks: What their template writes, all of it.
-        without: What it does not write.
-        models: Their ``model_type`` or architecture is one of these, if any is given.
-        ending: What their template ends with where an answer begins.
-        tokens: What their tokenizer must have as one token each, since the parser looks it up.
-        package: The Python package that the parser imports, if vLLM does not install it.
-    """
+    """Models that one parser reads."""
 
     parser: str
     marks: tuple[str, ...] = ()
+    """What their template writes, all of it."""
     without: tuple[str, ...] = ()
     models: frozenset[str] = frozenset()
+    """Their ``model_type`` or architecture is one of these, if any is given."""
     ending: str = ""
+    """What their template ends with where an answer begins."""
     tokens: tuple[str, ...] = ()
+    """What their tokenizer must have as one token each, since the parser looks it up."""
     package: str = ""
+    """The Python package that the parser imports, if vLLM does not install it."""
 
 
 def _models(*names: str) -> frozenset[str]:
@@ -84,11 +78,7 @@ TOOL_CALLS = (
     Family("muse_glimmer", ("<atem:invoke",)),
     Family("apertus", ("<|tools_prefix|>",)),
     Family("cohere_command3", ("<|START_ACTION|>",), package=_MELODY),
-    Family(
-        "lfm2",
-        ("<|tool_call_start|>",),
-        tokens=("<|tool_call_start|>", "<|tool_call_end|>"),
-    ),
+    Family("lfm2", ("<|tool_call_start|>",), tokens=("<|tool_call_start|>", "<|tool_call_end|>")),
     Family("gigachat3", ("function call<|role_sep|>",)),
     Family("gigachat3", ("<|function_call|>", "<|message_sep|>")),
     Family("internlm", ("<|action_start|>",)),
@@ -120,7 +110,6 @@ TOOL_CALLS = (
     # Turns without a word of tools: most who call tools in such turns do it in this form.
     Family("hermes", ("<|im_start|>",), ("tools", "tool_calls")),
 )
-"""Whose tool calls vLLM can read."""
 
 _THINK = ("<think>", "</think>")
 

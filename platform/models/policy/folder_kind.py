@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 
 JSON_FILES = ("config.json", "adapter_config.json", "model.safetensors.index.json")
-"""Those whose content tells what a folder is."""
+"""Files whose content shows what a folder is."""
 
 _CONFIG, _ADAPTER, _INDEX = JSON_FILES
 _GIT_LFS = b"version https://git-lfs"
@@ -32,41 +32,28 @@ _OTHERS = {
     "weights.npz": "MLX",
     "*.engine": "TensorRT",
 }
-_TRANSFORMERS = "give the folder of a model in transformers' format"
 _NAMED = 3
 
 
 @dataclass(frozen=True)
 class FoundFile:
-    """A file.
-
-    Attributes:
-        size: Bytes; None: it cannot be opened, such as a link that leads nowhere.
-        head: Its first bytes; of files below the top it is empty.
-    """
-
     size: int | None
+    """Bytes; None: it cannot be opened, such as a link that leads nowhere."""
     head: bytes = b""
+    """Its first bytes; of files below the top it is empty."""
 
 
 @dataclass(frozen=True)
 class FolderListing:
-    """What there is in a folder.
-
-    Attributes:
-        name: The folder's own.
-        files: By their paths in the folder, with ``/``.
-        folders: Their paths in it.
-        json: The objects that are in those of ``JSON_FILES`` that there are.
-    """
-
     name: str
     files: Mapping[str, FoundFile]
+    """By their paths in the folder, with ``/``."""
     folders: frozenset[str]
     json: Mapping[str, Mapping[str, object]]
+    """The objects that are in those of ``JSON_FILES`` that there are."""
 
     def top(self, *patterns: str) -> list[str]:
-        """Names of files of the folder itself, not of folders in it."""
+        """Names of files directly in the folder."""
         return [
             name
             for name in self.files
@@ -75,15 +62,11 @@ class FolderListing:
 
     @property
     def weights(self) -> list[str]:
-        """Those in the form that is served."""
         return [name for name in self.top("*.safetensors") if not name.startswith("adapter_model")]
 
 
 def problem_of(listing: FolderListing) -> str | None:
-    """What the folder is, if it is no model that can be served, and what to do.
-
-    It goes on after the folder's path. None: it looks like a model.
-    """
+    """Why the folder is no model to serve, and what to do, as words after its path, if so."""
     return next((why for look in _LOOKS if (why := look(listing)) is not None), None)
 
 
@@ -195,12 +178,11 @@ def _without_config(listing: FolderListing) -> str | None:
         )
     if (part := _part_downloaded(listing)) is not None:
         return part
-    # Whoever reads the file says so, in the words that it has for all that it cannot read.
+    # The reader of config.json has words for a missing one.
     return None
 
 
 def _other_weights(listing: FolderListing) -> str | None:
-    """What there is in the place of safetensors."""
     if listing.weights:
         return None
     if gguf := listing.top("*.gguf"):
@@ -214,21 +196,18 @@ def _other_weights(listing: FolderListing) -> str | None:
                 f"has {whose}'s weights only ({_names(found or [pattern.strip('*.')])}); take "
                 "the model with *.safetensors"
             )
-    if pickles := _pickles(listing):
+    pickles = [
+        name
+        for name in listing.top(*_PICKLES)
+        if not any(fnmatch(name, pattern) for pattern in _NO_PICKLES)
+    ]
+    if pickles:
         return (
             f"has its weights in pickles ({_names(pickles)}), which run code when they are read; "
             "take the model with *.safetensors, or, if you trust them, save it so with "
             "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER)"
         )
     return _part_downloaded(listing)
-
-
-def _pickles(listing: FolderListing) -> list[str]:
-    return [
-        name
-        for name in listing.top(*_PICKLES)
-        if not any(fnmatch(name, pattern) for pattern in _NO_PICKLES)
-    ]
 
 
 def _part_downloaded(listing: FolderListing) -> str | None:

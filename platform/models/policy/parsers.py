@@ -18,35 +18,24 @@ _CONFIGURED = "the configuration says"
 
 @dataclass(frozen=True)
 class ChatFiles:
-    """What a model's files say of its chats.
-
-    Attributes:
-        template: Its chat template; several are joined. Empty: it has none.
-        ending: What it ends with where an answer begins; empty: that is not known.
-        model_type: Of its configuration.
-        architecture: The first one of its configuration.
-        tokens: Those that its tokenizer has beside the vocabulary that it learnt.
-        packages: Installed packages that parsers may need.
-        problem: Why the files could not be read; empty: they were.
-    """
+    """What a model's files say of its chats."""
 
     template: str = ""
+    """Its chat template; several are joined. Empty: it has none."""
     ending: str = ""
+    """What it ends with where an answer begins; empty: that is not known."""
     model_type: str = ""
     architecture: str = ""
+    """The first one of its configuration."""
     tokens: frozenset[str] = frozenset()
+    """Those that its tokenizer has beside the vocabulary that it learnt."""
     packages: frozenset[str] = field(default_factory=frozenset)
     problem: str = ""
+    """Why the files could not be read; empty: they were."""
 
 
 def choose(files: ChatFiles, options: Mapping[str, Any]) -> ChatParsers:
-    """The parsers of a model.
-
-    Args:
-        files: What its files say.
-        options: Of its engine, as configured; a parser that is named there is taken, and null or
-            an empty one is none.
-    """
+    """The parsers of a model. One that engine ``options`` name is taken; null or empty: none."""
     if options.get("runner") == "pooling":
         nothing = ParserChoice(name=None, why="it writes no text")
         return ChatParsers(tool_call=nothing, reasoning=nothing)
@@ -54,7 +43,6 @@ def choose(files: ChatFiles, options: Mapping[str, Any]) -> ChatParsers:
 
 
 def options_of(parsers: ChatParsers) -> dict[str, Any]:
-    """The parsers as options of vLLM's server and engine."""
     return {
         AUTO_TOOL_CHOICE: parsers.tool_call.name is not None,
         TOOL_CALL_PARSER: parsers.tool_call.name,

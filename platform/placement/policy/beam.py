@@ -58,10 +58,8 @@ def quickest(kinds: Kinds, bound: float, most_stages: int) -> Pipeline | None:
 
 
 def filled(kinds: Kinds, caps: Caps, order: Sequence[int]) -> Pipeline:
-    """The pipeline of least latency within the caps, on devices of these kinds in this order.
-
-    Every device has at least one layer; the others go to the fastest devices, up to their caps.
-    """
+    """The pipeline of least latency within the caps, on devices of these kinds in this order. Every
+    device has at least one layer; the others go to the fastest devices, up to their caps."""
     most = _most(caps, order)
     layers = [1] * len(order)
     left = kinds.demand.layers - len(order)

@@ -1,7 +1,7 @@
 """Gives models their first devices, before anybody has asked for any.
 
 Nothing is known of their traffic then. The order of the file tells who goes first; memory and a
-balance between the devices tell where. Later, whoever is loaded anew goes where there is room and
+balance between the devices tell where. Later, whoever is loaded again goes where there is room and
 least to do (``sites.py``).
 """
 
@@ -16,12 +16,7 @@ Start = Literal["auto", "now", "on_demand"]
 
 @dataclass(frozen=True)
 class Spot:
-    """A device.
-
-    Attributes:
-        cores: Of a CPU device; None: it is a GPU.
-        memory: Bytes that models on it may take together.
-    """
+    """A device, with the bytes that models on it may take together; ``cores`` is None of a GPU."""
 
     name: str
     memory: float
@@ -34,12 +29,8 @@ class Spot:
 
 @dataclass(frozen=True)
 class Newcomer:
-    """A model without devices.
-
-    Attributes:
-        size: Bytes of a replica.
-        replicas: None: one, and further ones on devices that no other model has.
-    """
+    """A model without devices, and the bytes of a replica. ``replicas`` is None: one, and further
+    ones on devices that no other model has."""
 
     name: str
     size: float
@@ -49,13 +40,8 @@ class Newcomer:
 
 @dataclass(frozen=True)
 class Berth:
-    """
-    Attributes:
-        devices: Where its replicas are first, then where else they may come.
-        replicas: How many there are to be.
-        starts: Whether it is loaded with the platform.
-        why: For a person.
-    """
+    """Where a model's replicas are first, then where else they may come; how many there are to be,
+    whether it is loaded with the platform, and why, for a person."""
 
     devices: tuple[str, ...]
     replicas: int
@@ -73,13 +59,8 @@ class NoBerth:
 
 @dataclass
 class Taken:
-    """What models that are placed take of each device.
-
-    Attributes:
-        memory: Bytes of models that start with the platform.
-        starting: How many of these there are.
-        expected: Bytes of all models whose berth it is, loaded or not.
-    """
+    """What models that are placed take of each device: bytes and number of those that start with
+    the platform, and bytes ``expected`` of all whose berth it is, loaded or not."""
 
     memory: dict[str, float] = field(default_factory=dict)
     starting: dict[str, int] = field(default_factory=dict)
@@ -96,12 +77,8 @@ def first_berths(
     newcomers: Sequence[Newcomer], spots: Sequence[Spot], taken: Taken
 ) -> dict[str, Berth | NoBerth]:
     """A berth for each model, by its name; those that start never take more than there is.
-
-    Args:
-        newcomers: In the order of the file.
-        spots: All devices; none of them has more models than its memory holds.
-        taken: By models whose devices are given; it is added to.
-    """
+    ``newcomers`` are in the order of the file; to ``taken``, by models with given devices, it
+    adds."""
     berths = {each.name: _berth(each, spots, taken) for each in newcomers}
     _fill_empty(newcomers, spots, taken, berths)
     return berths

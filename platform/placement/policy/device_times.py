@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.placement.policy.model_shape import ModelShape
+from loomserve.platform.placement.policy.graph import ModelShape
 
 
 class _Node(BaseModel):
@@ -72,11 +72,7 @@ class DeviceProfile(_Node):
         return {(link.source, link.target): link for link in reversed(self.links)}
 
     def device(self, name: str) -> MeasuredDevice:
-        """The measured device of this name.
-
-        Raises:
-            ConfigError: it was not measured.
-        """
+        """The measured device of this name. Raises ConfigError if it was not measured."""
         device = self._devices.get(name)
         if device is not None:
             return device
@@ -86,11 +82,8 @@ class DeviceProfile(_Node):
         )
 
     def link_s(self, source: str, target: str, nbytes: float) -> float:
-        """Seconds that ``nbytes`` take over a link.
-
-        Raises:
-            ConfigError: the link was not measured.
-        """
+        """Seconds that ``nbytes`` take over a link. Raises ConfigError if the link was not
+        measured."""
         link = self._links.get((source, target))
         if link is not None:
             return link.latency_s + nbytes / link.bytes_per_s
@@ -102,10 +95,8 @@ class DeviceProfile(_Node):
 
 def stage_times(device: MeasuredDevice, model: str, shape: ModelShape, batch: int) -> StageTimes:
     """Stage times of a model: measured ones, interpolated between batches, or predicted ones.
-
     Beyond the measured batches, times grow in proportion to the batch. Of a model that was not
-    measured, bandwidth and arithmetic tell the times.
-    """
+    measured, bandwidth and arithmetic tell the times."""
     measured = next((each.times for each in device.models if each.model == model), None)
     if measured is None:
         return StageTimes(

@@ -16,11 +16,8 @@ _FEW_DEVICES = 4
 
 
 def divided(cores: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """The cores of each device; all have about as many, and none is next to two memories.
-
-    Args:
-        cores: Those that there are, by the memory that they are next to.
-    """
+    """The cores of each device, of those given by the memory that they are next to; all have about
+    as many, and none is next to two memories."""
     size = cores_a_device(sum(map(len, cores)))
     return [run for group in cores for run in _runs(group, max(1, len(group) // size))]
 

@@ -78,10 +78,8 @@ def fewest_stages(kinds: Kinds, bound: float) -> int | None:
 
 
 def quickest(kinds: Kinds, bound: float, most_stages: int) -> Pipeline | None:
-    """The pipeline of least latency with no stage busy for longer than ``bound``; None: none is.
-
-    Of equal ones, the one on the fewest devices.
-    """
+    """The pipeline of least latency with no stage busy for longer than ``bound``; None: none is. Of
+    equal ones, the one on the fewest devices."""
     return _Quickest(kinds, bound, most_stages).best()
 
 

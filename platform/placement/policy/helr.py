@@ -79,11 +79,8 @@ class Placement:
 
 
 def place(demand: Demand, graph: Graph, mode: Mode) -> Placement:
-    """Find the best pipeline in this mode.
-
-    Raises:
-        DoesNotFitError: the devices' memory does not hold the model.
-    """
+    """Find the best pipeline in this mode. Raises DoesNotFitError if the devices' memory does not
+    hold the model."""
     kinds = Kinds.of(demand, graph)
     if len(kinds.members) <= MOST_KINDS:
         return _placed(kinds, mode)

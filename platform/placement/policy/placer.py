@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 from loomserve.platform.devices.memory import ENGINE_BYTES, STAGE_BYTES
 from loomserve.platform.placement.policy.device_times import DeviceProfile, stage_times
-from loomserve.platform.placement.policy.graph import Demand, DeviceNode, Graph
+from loomserve.platform.placement.policy.graph import Demand, DeviceNode, Graph, ModelShape
 from loomserve.platform.placement.policy.helr import DoesNotFitError, Mode, Placement, place
-from loomserve.platform.placement.policy.model_shape import ModelShape
 
 # Hidden states and the residual beside them, as most architectures pass both on.
 _TENSORS_PASSED = 2
@@ -65,11 +64,8 @@ class _Taken:
 
 
 def place_models(models: Sequence[Wanted], profile: DeviceProfile) -> list[PlacedModel]:
-    """Place all models; the result is in their order.
-
-    Raises:
-        ConfigError: a device or a link was not measured.
-    """
+    """Place all models; the result is in their order. Raises ConfigError if a device or a link was
+    not measured."""
     hot_first = _in_order(sorted(models, key=lambda model: -model.load), profile)
     if any(each.placement is None for each in hot_first.values()):
         large_first = _in_order(sorted(models, key=lambda model: -model.size), profile)

@@ -27,11 +27,8 @@ class Site:
 
 
 def best_site(sites: Sequence[Site]) -> Site:
-    """The device where least time is lost, by others or to them; of equal ones the emptiest.
-
-    Args:
-        sites: At least one; of those that are alike in all the first is taken.
-    """
+    """The device, of at least one, where least time is lost, by others or to them; of equal ones
+    the emptiest, then the first."""
     return min(
         sites,
         key=lambda each: (each.loss is None, _steps(each), each.loss or 0.0, -each.free),

@@ -26,13 +26,8 @@ class ActionOutcome(StrEnum):
 
 
 class Progress(BaseModel):
-    """How far an action is.
-
-    Attributes:
-        moved_bytes: Bytes that were moved so far.
-        paused_s: Time that an engine has stood still for the action so far, in seconds.
-        message: For a person: why it failed, or what it waits for.
-    """
+    """How far an action is: bytes moved and seconds that an engine stood still so far; for a
+    person, why it failed or what it waits for."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -45,28 +40,14 @@ class Progress(BaseModel):
 class Actuator(Protocol[Record]):
     """Carries out actions of one kind, one at a time."""
 
-    def movable(self, engine: str) -> bool:
-        """Whether it can move work of this live replica; asked for moves only."""
-        ...
-
     def prepare(self, name: str, action: Action) -> Record:
-        """The record of an action that is about to begin; changes nothing.
-
-        Args:
-            name: the action's, unique among all.
-            action: of the actuator's kind.
-
-        Raises:
-            RequestError: the action cannot be carried out; the message says why.
-        """
+        """The record of an action that is about to begin, under a unique name; changes nothing.
+        Raises RequestError, which says why, if the action cannot be carried out."""
         ...
 
     async def begin(self, record: Record) -> None:
-        """Begin the action.
-
-        Raises:
-            RequestError: the action cannot be carried out; the message says why.
-        """
+        """Begin the action. Raises RequestError if the action cannot be carried out; the message
+        says why."""
         ...
 
     async def abort(self, record: Record) -> None:

@@ -1,4 +1,5 @@
-"""Actuators that move requests between lending pairs, change roles, and start and end replicas.
+"""Actuators that move requests between lending pairs or replicas, change roles, and start and end
+replicas.
 
 Each sets what the fleet's replicas are told with their next heartbeats, and looks at what they then
 report; so telling again changes nothing.
@@ -10,18 +11,22 @@ import time
 from collections.abc import Awaitable, Callable
 
 from loomserve.platform.base.errors import Conflict, NotFound
-from loomserve.platform.fleet.fleet import EngineRecord, Fleet
+from loomserve.platform.fleet.fleet import Fleet
+from loomserve.platform.fleet.messages import MoveOrder
+from loomserve.platform.fleet.registry import ReplicaRecord
 from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Progress
 from loomserve.platform.rebalancing.observe import kv_at
 from loomserve.platform.rebalancing.plans.records import (
     ReplicasRecord,
     RequestsRecord,
     RoleRecord,
+    RunningRecord,
 )
 from loomserve.platform.rebalancing.policy.actions import (
     Action,
     AddReplica,
     Move,
+    MoveRequests,
     RemoveReplica,
     SetRole,
 )
@@ -31,38 +36,30 @@ SetRoleOf = Callable[[str, Role], Awaitable[None]]
 Scale = Callable[[str, int], Awaitable[None]]
 
 
-def record_of(fleet: Fleet, replica_id: str) -> EngineRecord:
-    """
-    Raises:
-        NotFound: the replica does not report any more.
-    """
-    return fleet.engine_record(replica_id, time.monotonic())
+def record_of(fleet: Fleet, replica_id: str) -> ReplicaRecord:
+    """Raises NotFound if the replica does not report any more."""
+    return fleet.registry.live_replica(replica_id, time.monotonic())
 
 
 class RequestsActuator:
-    """Raises and lowers the limit on the KV that a borrower's replica has with a lender.
-
-    Above the limit, requests move home where there is room, and are computed again where there is
-    none. Below the limit, placement is up to the borrower.
-    """
+    """Raises and lowers the limit on the KV that a borrower's replica has with a lender. Above the
+    limit, requests move home where there is room, and are computed again where there is none. Below
+    the limit, placement is up to the borrower."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    def movable(self, engine: str) -> bool:
-        return record_of(self._fleet, engine).heartbeat.model.lending is not None
-
     def prepare(self, name: str, action: Action) -> RequestsRecord:
         assert isinstance(action, Move)
         borrower = record_of(self._fleet, action.engine)
-        lender = record_of(self._fleet, action.lender).heartbeat.model.name
+        lender = record_of(self._fleet, action.lender).model.name
         there = _kv_there(borrower, lender)
         return RequestsRecord(
             name=name,
             borrower=action.engine,
             lender=lender,
             limit=max(there - action.amount, 0) if action.back else there + action.amount,
-            limit_before=borrower.limits.get(lender),
+            limit_before=self._fleet.loans.limits(action.engine).get(lender),
             bytes_before=there,
         )
 
@@ -79,7 +76,7 @@ class RequestsActuator:
         reported = said.limits.get(lender) if said else None
         there = _kv_there(borrower, lender)
         moved = abs(there - record.bytes_before)
-        if borrower.limits.get(lender) != limit:
+        if self._fleet.loans.limits(record.borrower).get(lender) != limit:
             back = reported == record.limit_before
             return Progress(outcome=ActionOutcome.ABORTED if back else ActionOutcome.RUNNING)
         loans = [loan for loan in said.loans if loan.lender == lender] if said else []
@@ -89,10 +86,10 @@ class RequestsActuator:
         )
 
 
-def _kv_there(borrower: EngineRecord, lender: str) -> int:
+def _kv_there(borrower: ReplicaRecord, lender: str) -> int:
     said, footprint = borrower.heartbeat.borrowing, borrower.heartbeat.footprint
     if said is None or footprint is None:
-        raise Conflict(f"replica {borrower.heartbeat.replica_id!r} has not said what it borrows")
+        raise Conflict(f"replica {borrower.id!r} has not said what it borrows")
     return sum(kv_at(loan, footprint) for loan in said.loans if loan.lender == lender)
 
 
@@ -102,12 +99,9 @@ class RoleActuator:
     def __init__(self, fleet: Fleet, set_role: SetRoleOf) -> None:
         self._fleet, self._set_role = fleet, set_role
 
-    def movable(self, engine: str) -> bool:
-        return False
-
     def prepare(self, name: str, action: Action) -> RoleRecord:
         assert isinstance(action, SetRole)
-        before = record_of(self._fleet, action.engine).role
+        before = self._role(record_of(self._fleet, action.engine))
         return RoleRecord(name=name, replica=action.engine, role=action.role, role_before=before)
 
     async def begin(self, record: RoleRecord) -> None:
@@ -118,10 +112,13 @@ class RoleActuator:
 
     async def progress(self, record: RoleRecord) -> Progress:
         there = record_of(self._fleet, record.replica)
-        if there.heartbeat.stats.role != there.role:
+        if there.heartbeat.stats.role != self._role(there):
             return Progress()  # the replica learns of it with its next heartbeat
-        done = there.role == record.role
+        done = self._role(there) == record.role
         return Progress(outcome=ActionOutcome.DONE if done else ActionOutcome.ABORTED)
+
+    def _role(self, replica: ReplicaRecord) -> Role:
+        return self._fleet.registry.record(replica.model.name).role(replica.heartbeat)
 
 
 class ReplicasActuator:
@@ -130,16 +127,13 @@ class ReplicasActuator:
     def __init__(self, fleet: Fleet, scale: Scale) -> None:
         self._fleet, self._scale = fleet, scale
 
-    def movable(self, engine: str) -> bool:
-        return False
-
     def prepare(self, name: str, action: Action) -> ReplicasRecord:
         match action:
             case AddReplica():
                 model, leaving, more = action.model, None, 1
             case RemoveReplica():
                 leaving, more = action.engine, -1
-                model = record_of(self._fleet, action.engine).heartbeat.model.name
+                model = record_of(self._fleet, action.engine).model.name
             case _:
                 raise AssertionError(f"{action} is of another kind")
         before = self._target(model)
@@ -187,5 +181,51 @@ class ReplicasActuator:
         return targets[model]
 
     def _live(self, model: str) -> set[str]:
-        records = self._fleet.engine_records(time.monotonic())
-        return {each.heartbeat.replica_id for each in records if each.heartbeat.model.name == model}
+        return {each.id for each in self._fleet.registry.live(model, time.monotonic())}
+
+
+class RunningActuator:
+    """Moves requests while they run; those that have moved stay where they are. The replica carries
+    each order out once, and says what came of it."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def prepare(self, name: str, action: Action) -> RunningRecord:
+        """Raises NotFound if one of the replicas does not report any more."""
+        assert isinstance(action, MoveRequests)
+        for replica in (action.engine, action.to):
+            record_of(self._fleet, replica)
+        return RunningRecord(
+            name=name, engine=action.engine, to=action.to, requests=action.requests
+        )
+
+    async def begin(self, record: RunningRecord) -> None:
+        self._fleet.orders[record.engine] = MoveOrder(
+            id=record.name, to=record.to, requests=record.requests
+        )
+
+    async def abort(self, record: RunningRecord) -> None:
+        self._forget(record)
+
+    async def progress(self, record: RunningRecord) -> Progress:
+        said = record_of(self._fleet, record.engine).heartbeat.moved
+        if said is not None and said.order == record.name:
+            self._forget(record)
+            if said.problem:
+                return Progress(outcome=ActionOutcome.FAILED, message=said.problem)
+            told = f"{said.requests} of {record.requests} requests moved"
+            return Progress(outcome=ActionOutcome.DONE, message=told)
+        if not self._is_told(record):
+            return Progress(
+                outcome=ActionOutcome.ABORTED, message="requests that have moved stay there"
+            )
+        return Progress()  # the replica learns of it with its next heartbeat
+
+    def _forget(self, record: RunningRecord) -> None:
+        if self._is_told(record):
+            del self._fleet.orders[record.engine]
+
+    def _is_told(self, record: RunningRecord) -> bool:
+        order = self._fleet.orders.get(record.engine)
+        return order is not None and order.id == record.name

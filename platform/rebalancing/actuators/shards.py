@@ -23,15 +23,9 @@ class ShardActuator:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    def movable(self, engine: str) -> bool:
-        return record_of(self._fleet, engine).heartbeat.model.lending is not None
-
     def prepare(self, name: str, action: Action) -> ShardRecord:
-        """
-        Raises:
-            Conflict: a shard of the engine is away already, or not all of it would come home.
-            NotFound: one of the replicas does not report any more.
-        """
+        """Raises Conflict if a shard of the engine is away already, or not all of it would come
+        home; NotFound if one of the replicas does not report any more."""
         assert isinstance(action, Move)
         there = record_of(self._fleet, action.lender).heartbeat
         lender = there.model.name

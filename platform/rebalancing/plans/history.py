@@ -26,19 +26,13 @@ from loomserve.platform.rebalancing.plans.reports import Event, EventKind
 from loomserve.platform.rebalancing.policy.actions import kind_of
 from loomserve.platform.rebalancing.policy.correction import Corrections
 from loomserve.platform.rebalancing.policy.forecast import Forecast
-from loomserve.platform.rebalancing.policy.snapshot import Snapshot, utilisations
+from loomserve.platform.rebalancing.policy.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One change of a history.
-
-    Attributes:
-        history: The history after it.
-        event: What operators read of it.
-        changes_loads: Whether devices' loads change with it, so that older measurements do not
-            count any more.
-    """
+    """A history after one change, and the event that operators read. With ``changes_loads``,
+    devices' older measurements do not count any more."""
 
     history: History
     event: Event
@@ -55,10 +49,7 @@ class History(BaseModel):
     most: int = Field(100, ge=1, description="Plans that are remembered.")
 
     def plan(self, id_: str) -> Plan:
-        """
-        Raises:
-            NotFound: there is no such plan, or it was long ago.
-        """
+        """Raises NotFound if the id is unknown, or its plan was evicted from the history."""
         for plan in self.plans:
             if plan.id == id_:
                 return plan
@@ -80,11 +71,8 @@ class History(BaseModel):
     # Transitions of a plan
 
     def propose(self, plan: Plan, at_s: float) -> Transition:
-        """Add a new plan, which replaces those of its origin that have not begun.
-
-        Raises:
-            Conflict: a plan runs, and changes what the new one was made of.
-        """
+        """Add a new plan, which replaces those of its origin that have not begun. Raises Conflict
+        if a plan runs, and changes what the new one was made of."""
         self._refuse_if_running()
         plans = self.withdraw(plan.origin).plans
         history = self.model_copy(update={"plans": (*plans, plan)[-self.most :]})
@@ -101,11 +89,8 @@ class History(BaseModel):
         return self.model_copy(update={"plans": tuple(plans)})
 
     def start(self, id_: str, at_s: float) -> Transition:
-        """
-        Raises:
-            NotFound: see :meth:`plan`.
-            Conflict: the plan has begun or ended already, or another one runs.
-        """
+        """Begin a proposed plan. Raises NotFound as :meth:`plan`; Conflict if it has begun or ended
+        already, or another one runs."""
         plan = self.plan(id_)
         if plan.status is not PlanStatus.PROPOSED:
             raise Conflict(f"plan {id_!r} is {plan.status}; only a proposed plan can be started")
@@ -114,12 +99,8 @@ class History(BaseModel):
         return history._told(EventKind.STARTED, id_, at_s)
 
     def abort(self, id_: str, at_s: float) -> Transition:
-        """Begin no step of the plan any more; a step that is under way has to end first.
-
-        Raises:
-            NotFound: see :meth:`plan`.
-            Conflict: the plan has ended, or is being aborted already.
-        """
+        """Begin no step of the plan any more; a step that is under way has to end first. Raises
+        NotFound as :meth:`plan`; Conflict if it has ended, or is being aborted already."""
         plan = self.plan(id_)
         if plan.status not in (PlanStatus.PROPOSED, PlanStatus.RUNNING):
             raise Conflict(f"plan {id_!r} is {plan.status} already")
@@ -135,11 +116,8 @@ class History(BaseModel):
     def step_begun(
         self, id_: str, at_s: float, record: AnyRecord, loads: Mapping[str, float]
     ) -> Transition:
-        """The step is about to be carried out; ``loads`` are the devices' just now.
-
-        Raises:
-            NotFound, Conflict: as :meth:`step_done`.
-        """
+        """The step is about to be carried out; ``loads`` are the devices' just now. Raises as
+        :meth:`step_done`."""
         plan, at = self._at_step(id_)
         history = self._step(
             plan, at, status=StepStatus.RUNNING, record=record, began=at_s, loads_before=dict(loads)
@@ -149,11 +127,7 @@ class History(BaseModel):
     def step_acted(
         self, id_: str, at_s: float, moved_bytes: int, paused_s: float, message: str
     ) -> Transition:
-        """The step was carried out; its gain is to be measured.
-
-        Raises:
-            NotFound, Conflict: as :meth:`step_done`.
-        """
+        """The step was carried out; its gain is to be measured. Raises as :meth:`step_done`."""
         plan, at = self._at_step(id_)
         history = self._step(
             plan,
@@ -176,20 +150,13 @@ class History(BaseModel):
     ) -> Transition:
         """The step was carried out; corrections learn from it, and the last one ends the plan.
 
-        Args:
-            id_: The plan's.
-            at_s: Now.
-            real: What the step gained and cost; None: nothing could be measured.
-            measured: The snapshot of after it, if there is one.
-            message: For a person.
-
-        Raises:
-            NotFound: see :meth:`plan`.
-            Conflict: the plan does not run, or has no step left.
+        ``real``: what the step gained and cost, None: nothing could be measured; ``measured``: the
+        snapshot after it. Raises NotFound as :meth:`plan`; Conflict if the plan does not run, or
+        has no step left.
         """
         plan, at = self._at_step(id_)
         step = plan.steps[at]
-        loads = None if measured is None else utilisations(measured)
+        loads = None if measured is None else measured.loads
         history = self._step(plan, at, status=StepStatus.DONE, real=real, loads_after=loads)
         aborting = plan.status is PlanStatus.ABORTING
         if aborting or at + 1 == len(plan.steps):
@@ -206,11 +173,8 @@ class History(BaseModel):
         return history._told(EventKind.DONE, id_, at_s, at, message)
 
     def step_failed(self, id_: str, at_s: float, why: str) -> Transition:
-        """The step was not begun, or was taken back; the plan ends with it.
-
-        Raises:
-            NotFound, Conflict: as :meth:`step_done`.
-        """
+        """The step was not begun, or was taken back; the plan ends with it. Raises as
+        :meth:`step_done`."""
         plan, at = self._at_step(id_)
         aborting = plan.status is PlanStatus.ABORTING
         status = StepStatus.ABORTED if aborting else StepStatus.FAILED

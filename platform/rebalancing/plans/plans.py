@@ -9,9 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from loomserve.platform.rebalancing.plans.records import AnyRecord
 from loomserve.platform.rebalancing.policy.actions import Action
 from loomserve.platform.rebalancing.policy.forecast import Forecast
-from loomserve.platform.rebalancing.policy.limits import Reason
-from loomserve.platform.rebalancing.policy.planner import Proposal
-from loomserve.platform.rebalancing.policy.snapshot import Snapshot, utilisations
+from loomserve.platform.rebalancing.policy.planner import Chosen, Proposal, RejectedStep
+from loomserve.platform.rebalancing.policy.snapshot import Snapshot
 
 
 class PlanStatus(StrEnum):
@@ -49,14 +48,7 @@ class _Object(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class PlanStep(_Object):
-    action: Action
-    source: str = Field(description="The hot device from which it takes work.")
-    target: str = Field(description="The cold device to which it brings work.")
-    raw: Forecast = Field(description="The forecast from measurements alone.")
-    predicted: Forecast = Field(
-        description="The forecast corrected by earlier actions of its kind."
-    )
+class PlanStep(Chosen):
     status: StepStatus = StepStatus.PENDING
     record: AnyRecord | None = Field(None, description="What its actuator remembers of it.")
     began: float | None = Field(None, description="Unix time, seconds.")
@@ -67,14 +59,6 @@ class PlanStep(_Object):
     paused_s: float = 0.0
     real: Forecast | None = Field(None, description="Measured gain and cost, once it is done.")
     message: str = Field("", description="Why it failed, for a person.")
-
-
-class RejectedStep(_Object):
-    action: Action
-    source: str
-    target: str
-    reason: Reason
-    detail: str
 
 
 class Plan(_Object):
@@ -97,6 +81,10 @@ class Plan(_Object):
     )
 
     @property
+    def actions(self) -> tuple[Action, ...]:
+        return tuple(step.action for step in self.steps)
+
+    @property
     def next_step(self) -> int | None:
         """The number of the step that is under way or next; None: there is none."""
         if self.status not in ACTIVE | {PlanStatus.PROPOSED}:
@@ -107,7 +95,7 @@ class Plan(_Object):
 
 def spread(snapshot: Snapshot) -> float:
     """The most loaded device's utilisation less that of the least loaded."""
-    loads = utilisations(snapshot).values()
+    loads = snapshot.loads.values()
     return max(loads) - min(loads)
 
 
@@ -123,23 +111,14 @@ def plan_of(
     """The plan of a proposal; None: the proposal does nothing."""
     if not proposal.chosen:
         return None
-    forecasts = [each.forecast for each in proposal.chosen]
+    forecasts = [each.predicted for each in proposal.chosen]
     return Plan(
         id=id_,
         created=created,
         origin=origin,
         forced=forced,
-        steps=tuple(
-            PlanStep(
-                action=each.action,
-                source=each.source,
-                target=each.target,
-                raw=each.raw,
-                predicted=each.forecast,
-            )
-            for each in proposal.chosen
-        ),
-        rejected=rejected_of(proposal),
+        steps=tuple(PlanStep(**dict(each)) for each in proposal.chosen),
+        rejected=proposal.rejected,
         predicted=Forecast(
             gain=spread(before) - spread(proposal.after),
             cost_s=sum(each.cost_s for each in forecasts),
@@ -147,19 +126,6 @@ def plan_of(
             duration_s=sum(each.duration_s for each in forecasts),
         ),
         spread=spread(before),
-    )
-
-
-def rejected_of(proposal: Proposal) -> tuple[RejectedStep, ...]:
-    return tuple(
-        RejectedStep(
-            action=each.action,
-            source=each.source,
-            target=each.target,
-            reason=each.refusal.reason,
-            detail=each.refusal.detail,
-        )
-        for each in proposal.rejected
     )
 
 

@@ -1,6 +1,6 @@
 """What an actuator remembers of an action that is under way.
 
-A record is saved before its action begins, so that a controller that is started anew can go on with
+A record is saved before its action begins, so that a restarted controller can go on with
 the action, or take it back.
 """
 
@@ -31,7 +31,7 @@ class RequestsRecord(ActionRecord):
 
 
 class RunningRecord(ActionRecord):
-    """Requests that shall go on with another replica; the order has the action's name."""
+    """Requests that should go on with another replica; the order has the action's name."""
 
     engine: str
     to: str
@@ -57,7 +57,7 @@ class ReplicasRecord(ActionRecord):
 
 
 class ShardRecord(ActionRecord):
-    """Heads or layers of an engine that a lender shall compute; a null shard is home."""
+    """Heads or layers of an engine that a lender should compute; a null shard is home."""
 
     engine: str
     lender: str = Field(description="The lender's model.")

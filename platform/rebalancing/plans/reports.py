@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from loomserve.platform.rebalancing.plans.plans import Origin, Plan, PlanStatus, RejectedStep
+from loomserve.platform.rebalancing.plans.plans import Origin, Plan, PlanStatus
 from loomserve.platform.rebalancing.policy.actions import Action
 from loomserve.platform.rebalancing.policy.forecast import Forecast
 from loomserve.platform.rebalancing.policy.heat import Heat, Level
+from loomserve.platform.rebalancing.policy.measured import Flaw, Measured
+from loomserve.platform.rebalancing.policy.planner import RejectedStep
 from loomserve.platform.rebalancing.policy.scaling import Shortage
-from loomserve.platform.rebalancing.policy.snapshot import (
-    Flaw,
-    Measured,
-    compute_share,
-    memory_share,
-)
+from loomserve.platform.rebalancing.policy.snapshot import compute_share, memory_share
 
 Mode = Literal["off", "advise", "auto"]
 
@@ -63,11 +60,6 @@ class Event(_Object):
     loads_before: dict[str, float] | None = Field(None, description="Utilisation by device.")
     loads_after: dict[str, float] | None = None
     message: str = ""
-
-
-class FlawState(_Object):
-    why: str = Field(description="empty, partial, stale or settling.")
-    subject: str
 
 
 class DeviceLoad(_Object):
@@ -122,7 +114,7 @@ class RebalancingState(_Object):
     paused: bool
     problem: str | None = Field(description="Why the controller does not act; null: it may.")
     devices: tuple[DeviceLoad, ...] = Field(description="Empty while something is missing.")
-    flaws: tuple[FlawState, ...] = Field(description="Why no plan can be made just now.")
+    flaws: tuple[Flaw, ...] = Field(description="Why no plan can be made just now.")
     running: str | None = Field(description="The plan that is carried out.")
     actions: tuple[ActionCount, ...] = Field(
         (), description="Actions that ended since this controller started."
@@ -141,6 +133,8 @@ class RebalancingState(_Object):
 
 
 class PlanSummary(_Object):
+    model_config = ConfigDict(from_attributes=True)
+
     id: str
     created: float
     ended: float | None
@@ -160,17 +154,13 @@ class MadePlan(_Object):
     """The answer to a request for a plan."""
 
     plan: Plan | None = Field(None, description="Null: nothing would be moved.")
-    flaws: tuple[FlawState, ...] = Field((), description="Why nothing could even be considered.")
+    flaws: tuple[Flaw, ...] = Field((), description="Why nothing could even be considered.")
     rejected: tuple[RejectedStep, ...] = Field((), description="Candidates that were not chosen.")
     rejected_by_reason: dict[str, int] = Field(default_factory=dict)
 
 
 class Events(_Object):
     events: tuple[Event, ...] = Field(description="The newest first.")
-
-
-def flaw_states(found: Sequence[Flaw]) -> tuple[FlawState, ...]:
-    return tuple(FlawState(why=str(flaw.why), subject=flaw.subject) for flaw in found)
 
 
 def device_loads(measured: Measured, heat: Mapping[str, Heat]) -> tuple[DeviceLoad, ...]:
@@ -186,18 +176,4 @@ def device_loads(measured: Measured, heat: Mapping[str, Heat]) -> tuple[DeviceLo
             level=heat.get(device.name, Heat()).level,
         )
         for device in snapshot.devices
-    )
-
-
-def summary(plan: Plan) -> PlanSummary:
-    return PlanSummary(
-        id=plan.id,
-        created=plan.created,
-        ended=plan.ended,
-        origin=plan.origin,
-        status=plan.status,
-        actions=tuple(step.action for step in plan.steps),
-        predicted=plan.predicted,
-        spread=plan.spread,
-        real_gain=plan.real_gain,
     )

@@ -74,11 +74,8 @@ class PlanStore:
         return self._db is not None
 
     def claim(self) -> bool:
-        """Become the controller that acts, until :meth:`release`; False: another one acts.
-
-        Raises:
-            StoreError: the folder or its database cannot be used.
-        """
+        """Become the controller that acts, until :meth:`release`; False: another one acts. Raises
+        StoreError if the folder or its database cannot be used."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock.acquire(timeout=0)
@@ -104,10 +101,7 @@ class PlanStore:
         self._lock.release()
 
     def load(self) -> tuple[Kept | None, History]:
-        """
-        Raises:
-            StoreError: it was written by another version, or is damaged.
-        """
+        """Raises StoreError if it was written by another version, or is damaged."""
         with self._transaction() as db:
             kept, corrections = db.execute("SELECT kept, corrections FROM controller").fetchone()
             bodies = [body for (body,) in db.execute("SELECT body FROM plans ORDER BY seq")]
@@ -123,11 +117,8 @@ class PlanStore:
             ) from None
 
     def save(self, kept: Kept, history: History, events: Sequence[Event] = ()) -> None:
-        """
-        Raises:
-            SupersededError: another controller has taken over.
-            StoreError: it cannot be written.
-        """
+        """Raises SupersededError if another controller has taken over; StoreError if it cannot be
+        written."""
         plans = {plan.id: plan for plan in history.plans}
         with self._transaction() as db:
             db.execute(

@@ -23,7 +23,6 @@ from loomserve.platform.rebalancing.policy.snapshot import (
     Snapshot,
     compute_share,
     shard_room,
-    utilisations,
 )
 from loomserve.platform.state.roles import Role
 
@@ -37,16 +36,9 @@ def candidates(
     *,
     all_moves: bool = True,
 ) -> Iterator[Action]:
-    """All actions that take work from ``source`` to ``target``, whether allowed or not.
-
-    Args:
-        start: The snapshot before the plan.
-        snapshot: The snapshot after the actions that the plan has already.
-        source: The hot device.
-        target: The cold device.
-        options: Limits.
-        all_moves: Whether moves are among them that cannot be, as they would leave their node.
-    """
+    """All actions that take work from ``source`` to ``target``, whether allowed or not. ``start``
+    is the snapshot before the plan, ``snapshot`` that after its actions so far; ``all_moves``: also
+    moves that cannot be, as they would leave their node."""
     moves = all_moves or snapshot.device(source).node == snapshot.device(target).node
     for hot in snapshot.on(source):
         for cold in snapshot.on(target):
@@ -61,10 +53,8 @@ def candidates(
 def reachable(
     snapshot: Snapshot, sources: Iterable[str], targets: Collection[str]
 ) -> dict[str, list[str]]:
-    """Of each source, the targets to which anything can be taken from it at all.
-
-    Moves stay on a node; all else needs a replica of one model on both, or starts one.
-    """
+    """Of each source, the targets to which anything can be taken from it at all. Moves stay on a
+    node; all else needs a replica of one model on both, or starts one."""
     of_node: dict[str, list[str]] = {}
     of_model: dict[str, list[str]] = {}
     for target in targets:
@@ -109,7 +99,7 @@ def _sized(
     if whole_only or unable(now, most, options):
         return most
     after = apply(now, most)
-    loads, later, mean = utilisations(now), utilisations(after), now.mean_load
+    loads, later, mean = now.loads, after.loads, now.mean_load
     grown = compute_share(after, target) - compute_share(now, target)
     free = 1 - compute_share(now, target)
     if not most.back:
@@ -133,10 +123,8 @@ def _sized(
 def _gone_on(
     now: Snapshot, hot: EngineSnapshot, cold: EngineSnapshot, options: Rebalancing
 ) -> MoveRequests:
-    """As many requests as close the gap, for which the cold engine has room; one at least.
-
-    As with other moves, neither device crosses the mean of all.
-    """
+    """As many requests as close the gap, for which the cold engine has room; one at least. As with
+    other moves, neither device crosses the mean of all."""
     one = MoveRequests(engine=hot.id, to=cold.id, requests=1)
     if unable(now, one, options):
         return one
@@ -144,7 +132,7 @@ def _gone_on(
     room = now.idle_kv(cold) - options.headroom * cold.kv_bytes
 
     def fits(requests: int) -> bool:
-        later = utilisations(apply(now, one.model_copy(update={"requests": requests})))
+        later = apply(now, one.model_copy(update={"requests": requests})).loads
         hotter, colder = later[hot.device], later[cold.device]
         return hotter >= mean >= colder and hotter >= colder and moved_kv(hot, requests) <= room
 

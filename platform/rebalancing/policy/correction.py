@@ -24,20 +24,14 @@ class Factors(BaseModel):
     duration_s: float = 1.0
 
     def __call__(self, forecast: Forecast) -> Forecast:
-        return Forecast(
-            gain=forecast.gain * self.gain,
-            cost_s=forecast.cost_s * self.cost_s,
-            pause_s=forecast.pause_s * self.pause_s,
-            duration_s=forecast.duration_s * self.duration_s,
-        )
+        factors = dict(self)
+        return Forecast(**{name: value * factors[name] for name, value in forecast})
 
 
 class Corrections(BaseModel):
-    """Factors by kind of action and pair of devices; a value that outlives the controller.
-
-    Unlike :class:`loomserve.platform.costs.correction.Correction`, which sees thousands of steps,
-    it sees few actions, and is bounded and kept.
-    """
+    """Factors by kind of action and pair of devices; a value that outlives the controller. Unlike
+    :class:`loomserve.platform.costs.correction.Correction`, which sees thousands of steps, it sees
+    few actions, and is bounded and kept."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,18 +43,15 @@ class Corrections(BaseModel):
     def learn(
         self, kind: ActionKind, source: str, target: str, predicted: Forecast, real: Forecast
     ) -> Corrections:
-        """The corrections after one more action; ``predicted`` is its forecast before correction.
-
-        A moving geometric mean of real over predicted. A prediction of nothing teaches nothing; an
-        action that did not gain, or made things worse, counts as the least factor.
-        """
+        """The corrections after one more action; ``predicted`` is its forecast before correction. A
+        moving geometric mean of real over predicted. A prediction of nothing teaches nothing; an
+        action that did not gain, or made things worse, counts as the least factor."""
         before = self.of(kind, source, target)
-        factors = Factors(
-            gain=_moved(before.gain, predicted.gain, real.gain),
-            cost_s=_moved(before.cost_s, predicted.cost_s, real.cost_s),
-            pause_s=_moved(before.pause_s, predicted.pause_s, real.pause_s),
-            duration_s=_moved(before.duration_s, predicted.duration_s, real.duration_s),
-        )
+        moved = {
+            name: _moved(factor, getattr(predicted, name), getattr(real, name))
+            for name, factor in before
+        }
+        factors = Factors(**moved)
         return Corrections(factors=self.factors | {_key(kind, source, target): factors})
 
 

@@ -27,10 +27,7 @@ from loomserve.platform.state.roles import Role
 
 
 def apply(snapshot: Snapshot, action: Action) -> Snapshot:
-    """
-    Raises:
-        LookupError: the action names what is not in the snapshot.
-    """
+    """Raises LookupError if the action names what is not in the snapshot."""
     match action:
         case Move(back=False):
             return _moved(snapshot, action)
@@ -137,10 +134,8 @@ def _moved_back(snapshot: Snapshot, move: Move) -> Snapshot:
 
 
 def moved_kv(engine: EngineSnapshot, requests: int) -> int:
-    """Bytes of KV of so many requests, of which those that wait come first and have none.
-
-    That is at most: those that move have no more than others.
-    """
+    """Bytes of KV of so many requests at most, of which those that wait come first and have
+    none."""
     running = engine.queue - engine.waiting
     return int(engine.kv_used_bytes * max(requests - engine.waiting, 0) / max(running, 1))
 
@@ -231,11 +226,9 @@ def _counted(snapshot: Snapshot, model: ModelSnapshot, more: int) -> tuple[Model
 def _spread(
     snapshot: Snapshot, old: Sequence[EngineSnapshot], new: Sequence[EngineSnapshot]
 ) -> list[EngineSnapshot]:
-    """All engines of a model with its work spread, so that each device is busy for as long.
-
-    That is what a load-aware router comes to among replicas that are alone on their devices.
-    Where the replicas of a role are missing, the others do its work.
-    """
+    """All engines of a model with its work spread, so that each device is busy for as long. That is
+    what a load-aware router comes to among replicas that are alone on their devices. Where the
+    replicas of a role are missing, the others do its work."""
     speeds = {each.id: _speed(snapshot, each) for each in (*old, *new)}
     prefilling = {each.id for each in new if each.role is not Role.DECODE} or set(speeds)
     decoding = {each.id for each in new if each.role is not Role.PREFILL} or set(speeds)

@@ -22,7 +22,6 @@ from loomserve.platform.rebalancing.policy.snapshot import (
     MoveKind,
     Snapshot,
     compute_share,
-    utilisations,
 )
 
 MOST_ROUNDS = 5
@@ -45,13 +44,9 @@ def forecast(
 ) -> Forecast:
     """Predict an action that narrows the gap of the hot device ``source`` to the cold ``target``.
 
-    Benefit is Δ_before - Δ_after (eq. 4-31), of magnitudes: the paper's own sign would reward an
-    action the more, the farther it overshoots. A move costs T_transfer + T_sync;
-    T_mem_realloc, which eq. 4-24 adds, is nothing where no KV is laid out anew. Heads pay T_sync as
-    layers do, though eq. 4-9 has none.
-
-    Raises:
-        LookupError: a move's link has not been measured.
+    Benefit is Δ_before - Δ_after (eq. 4-31), of magnitudes; a move costs T_transfer + T_sync (eq.
+    4-24, without T_mem_realloc), heads as layers do. Raises LookupError if a move's link was not
+    measured.
     """
     gain = gap(before, source, target) - gap(after, source, target)
     match action:
@@ -77,7 +72,7 @@ def forecast(
 
 def gap(snapshot: Snapshot, source: str, target: str) -> float:
     """|Δ| of two devices (eq. 4-30)."""
-    loads = utilisations(snapshot)
+    loads = snapshot.loads
     return abs(loads[source] - loads[target])
 
 
@@ -89,11 +84,9 @@ def route(snapshot: Snapshot, move: Move) -> Link | None:
 
 
 def kv_again_s(snapshot: Snapshot, engine: EngineSnapshot, there: EngineSnapshot) -> float | None:
-    """Time until another replica has a byte of an engine's KV again; None: it is not measured.
-
-    It loads the KV from the store, else it computes it. One that has been idle since its start has
-    not shown how fast, nor that it has the store, as all replicas of its model do.
-    """
+    """Time until another replica has a byte of an engine's KV again; None: it is not measured. It
+    loads the KV from the store, else it computes it. One that has been idle since its start has not
+    shown how fast, nor that it has the store, as all replicas of its model do."""
     link = snapshot.link(engine.device, there.device)
     if engine.stores_kv and link is not None:
         return 1 / link.bytes_per_s
@@ -104,11 +97,9 @@ def kv_again_s(snapshot: Snapshot, engine: EngineSnapshot, there: EngineSnapshot
 
 
 def _move_s(snapshot: Snapshot, move: Move) -> tuple[float, float, float]:
-    """Cost, pause and duration.
-
-    Full blocks are copied while steps run, each round what the one before has let grow, as in live
-    migration of virtual machines (Clark et al. 2005); the pause copies the rest.
-    """
+    """Cost, pause and duration. Full blocks are copied while steps run, each round what the one
+    before has let grow, as in live migration of virtual machines (Clark et al. 2005); the pause
+    copies the rest."""
     link = route(snapshot, move)
     if link is None:
         raise LookupError(f"no link measured between {move.engine} and {move.lender}")

@@ -35,13 +35,9 @@ def classify(
 
     A device becomes hot above ``rising`` over the least loaded and remains so down to ``falling``,
     cold likewise below the most loaded, each only once ``confirm_periods`` looks in a row agree. On
-    a constant load with noise of at most ±ε a device changes once, at most, if
-    4ε < rising - falling. The paper's formula lets a device in the middle be both; here it is what
-    it is farther into.
-
-    Args:
-        before: Levels after the look before; a device that is not in it is even.
-        loads: U of each device.
+    a constant load with noise of at most ±ε a device changes once, at most, if 4ε < rising -
+    falling. The paper's formula lets a device in the middle be both; here it is what it is farther
+    into. A device that is not in ``before`` was even.
     """
     if not loads:
         return {}

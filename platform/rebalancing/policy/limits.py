@@ -160,16 +160,9 @@ def _with_loans(snapshot: Snapshot, model: str) -> Refusal | None:
 def exceeded(
     start: Snapshot, before: Snapshot, after: Snapshot, options: Rebalancing
 ) -> Refusal | None:
-    """The first limit that an action breaks or, where it was broken before, makes worse.
-
-    Only devices whose figures differ, and engines there or in a loan with one there, can break any.
-
-    Args:
-        start: The snapshot before the plan; times per output token are compared with its own.
-        before: The snapshot before the action.
-        after: The snapshot after it, by :func:`.effects.apply`.
-        options: Limits.
-    """
+    """The first limit that an action breaks or, where it was broken before, makes worse. Only
+    devices whose figures differ, and engines there or in a loan with one there, can break any.
+    Times per output token are compared with those of ``start``, the snapshot before the plan."""
     touched = after.touched_since(before)
     devices: Sequence[DeviceSnapshot] = after.devices
     engines: Sequence[EngineSnapshot] = after.engines
@@ -189,11 +182,8 @@ def over_budget(
     predicted: Forecast,
     options: Rebalancing,
 ) -> Refusal | None:
-    """Whether the action takes too long, or halts an engine for too long.
-
-    A move halts both of its engines; those of a plan, ``earlier`` ones included, follow one
-    another.
-    """
+    """Whether the action takes too long, or halts an engine for too long. A move halts both of its
+    engines; those of a plan, ``earlier`` ones included, follow one another."""
     paused = [(halted(each), its.pause_s) for each, its in earlier]
     pause_s = predicted.pause_s + max(
         (sum(each_s for of, each_s in paused if engine in of) for engine in halted(action)),

@@ -19,7 +19,7 @@ from loomserve.platform.rebalancing.policy.effects import apply
 from loomserve.platform.rebalancing.policy.forecast import Forecast, forecast
 from loomserve.platform.rebalancing.policy.limits import Refusal, exceeded, over_budget, unable
 from loomserve.platform.rebalancing.policy.planner import Chosen, Proposal
-from loomserve.platform.rebalancing.policy.snapshot import Snapshot, utilisations
+from loomserve.platform.rebalancing.policy.snapshot import Snapshot
 
 
 def manual(
@@ -32,17 +32,9 @@ def manual(
 ) -> Proposal:
     """A proposal of these actions, one after the other, whether they gain anything or not.
 
-    Args:
-        snapshot: With or without flaws.
-        actions: At least one.
-        corrections: Of forecasts.
-        options: Limits.
-        forced: Whether memory, pause and the like may be exceeded; what has no mechanism or no
-            measured link cannot be forced.
-
-    Raises:
-        NotFound: an action names what is not there.
-        Conflict: an action cannot be, or breaks a limit.
+    Forced, it may exceed memory, pause and the like; what has no mechanism or no measured link
+    cannot be forced. Raises NotFound if an action names what is not there; Conflict if an action
+    cannot be, or breaks a limit.
     """
     now, chosen = snapshot, list[Chosen]()
     for action in actions:
@@ -56,26 +48,24 @@ def manual(
         except LookupError as error:
             raise NotFound(str(error.args[0])) from None
         predicted = corrections.of(kind_of(action), source, target)(raw)
-        earlier: list[tuple[Action, Forecast]] = [(x.action, x.forecast) for x in chosen]
+        earlier: list[tuple[Action, Forecast]] = [(x.action, x.predicted) for x in chosen]
         refusal = exceeded(snapshot, now, after, options) or over_budget(
             earlier, action, predicted, options
         )
         if refusal is not None and not forced:
             raise Conflict(f"{_said(action, refusal)}; it can be forced", reason=refusal.reason)
-        chosen.append(Chosen(action, source, target, raw, predicted))
+        chosen.append(
+            Chosen(action=action, source=source, target=target, raw=raw, predicted=predicted)
+        )
         now = after
     return Proposal(tuple(chosen), (), (), now)
 
 
 def ends(snapshot: Snapshot, action: Action) -> tuple[str, str]:
-    """The devices that work leaves and comes to.
-
-    Where the action names only one or none of them, the most and the least loaded of all.
-
-    Raises:
-        LookupError: the action names what is not in the snapshot.
-    """
-    loads = utilisations(snapshot)
+    """The devices that work leaves and comes to; where the action names only one or none of them,
+    the most and the least loaded of all. Raises LookupError if it names what is not in the
+    snapshot."""
+    loads = snapshot.loads
     most, least = (pick(loads, key=lambda name: loads[name]) for pick in (max, min))
     match action:
         case Move():

@@ -1,23 +1,10 @@
 """Chooses actions that even out the devices' loads: BanaServe's adaptive module migration (4-1).
 
-Where this departs from the paper:
-
-* The algorithm tests Δ ≥ δ both for layers and for heads, so heads would move only where layers
-  cannot, though the text means them for small gaps; here the cheapest action that passes comes
-  first, and the loop goes on with what is left of the gap.
-* As printed, its loop never computes the sets of line 4 and 5 again, books loads only after moving
-  heads (line 13 stands within that branch), and does not end where nothing can be moved. Here loads
-  are those predicted after every action, and a pair for which nothing passes is done with.
-* It names one δ; the text gives two thresholds, and none for when each holds: see :mod:`.heat`.
-  Plans start above the one, and aim at the other.
-* Only Δ of the pair counts there. Here the sum of squared utilisations of all devices must fall,
-  too, and their maximum must not rise (section 4.3.2 minimises max U). Each action lowers that sum
-  by (least gain)²/4 at least, as any does that narrows a gap so far between devices of one speed
-  and leaves the others alone; so on a steady load plans come to an end, and lead nowhere twice.
-* The objective of eq. 4-15 is not maximised: U_avg hardly depends on where work is done and rewards
-  waste, and its weights add utilisations, seconds and tokens a second. Of its bounds, time per
-  output token (eq. 4-25) and T_mig ≤ T_budget (section 4.3.2) are kept; its bound on the time to
-  the first token is not.
+docs/rebalancing.md says where this departs from the paper, and why. The cheapest action that passes
+comes first, and the loop goes on with what is left of the gap, on the loads predicted after each
+action. An action must lower the sum of squared utilisations by (least gain)²/4 at least, as any
+does that narrows a gap so far between devices of one speed and leaves the others alone, and raise
+no maximum (section 4.3.2); so on a steady load plans come to an end, and lead nowhere twice.
 """
 
 from __future__ import annotations
@@ -27,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop
 from operator import mul
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.rebalancing.policy.actions import (
@@ -51,14 +40,8 @@ from loomserve.platform.rebalancing.policy.limits import (
     over_budget,
     unable,
 )
-from loomserve.platform.rebalancing.policy.snapshot import (
-    Flaw,
-    Measured,
-    Snapshot,
-    compute_share,
-    flaws,
-    utilisations,
-)
+from loomserve.platform.rebalancing.policy.measured import Flaw, Measured, flaws
+from loomserve.platform.rebalancing.policy.snapshot import Snapshot, compute_share
 
 _ROUNDING = 1e-9
 
@@ -72,46 +55,38 @@ below hold then, too; docs/rebalancing.md says what they lose.
 MOST_TARGETS = 4
 """A hot device is passed over for one action once something failed with so many targets."""
 MOST_WORK = 4_000
-"""Devices whose figures are computed anew for one action, over all candidates."""
+"""Devices whose figures are computed again for one action, over all candidates."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """
-    Attributes:
-        source: The hot device for which it was chosen.
-        target: The cold device for which it was chosen.
-        raw: The forecast before correction, from which corrections learn.
-        forecast: The corrected forecast.
-    """
+class _Object(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
+
+class Chosen(_Object):
+    action: Action
+    source: str = Field(description="The hot device from which it takes work.")
+    target: str = Field(description="The cold device to which it brings work.")
+    raw: Forecast = Field(description="The forecast from measurements alone.")
+    predicted: Forecast = Field(
+        description="The forecast corrected by earlier actions of its kind."
+    )
+
+
+class RejectedStep(_Object):
     action: Action
     source: str
     target: str
-    raw: Forecast
-    forecast: Forecast
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    action: Action
-    source: str
-    target: str
-    refusal: Refusal
+    reason: Reason
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """
-    Attributes:
-        chosen: Actions to be carried out one after the other.
-        rejected: The last refusal of each candidate that was looked at and not chosen.
-        flaws: Flaws of the snapshot; if there are any, nothing was even considered.
-        after: The snapshot as it will be after the chosen actions.
-    """
+    """Actions to be carried out one after the other, and the snapshot after them; the last refusal
+    of each other candidate. With flaws of the snapshot, nothing was even considered."""
 
     chosen: tuple[Chosen, ...]
-    rejected: tuple[Rejected, ...]
+    rejected: tuple[RejectedStep, ...]
     flaws: tuple[Flaw, ...]
     after: Snapshot
 
@@ -143,14 +118,8 @@ def weigh_start(
 
     Lending takes milliseconds, moving requests seconds, a start tens of them. So the same search as
     for any plan says first whether what moves would do, for as long as a start would have taken.
-
-    Args:
-        measured: Where nothing fit to decide on has been measured, nothing speaks against it.
-        corrections: Of forecasts.
-        options: Limits.
-        moves: Whether what is planned is carried out.
-        add: The start.
-        short_s: For how long the model's replicas have been too few.
+    Where nothing fit to decide on was measured, nothing speaks against it. ``moves``: whether plans
+    are carried out; ``short_s``: for how long the model's replicas have been too few.
     """
     snapshot = measured.snapshot
     if snapshot is None or measured.flaws(options):
@@ -169,9 +138,9 @@ def weigh_start(
     if not moves or short_s >= start.cost_s:
         return None
     at_once = options.model_copy(update={"confirm_periods": 1})
-    plan = propose(snapshot, classify({}, utilisations(snapshot), at_once), corrections, options)
+    plan = propose(snapshot, classify({}, snapshot.loads, at_once), corrections, options)
     easing = [each for each in plan.chosen if _takes_from(snapshot, each.action, add.model)]
-    took_s = sum(each.forecast.duration_s for each in easing)
+    took_s = sum(each.predicted.duration_s for each in easing)
     carried = all(compute_share(plan.after, each.device) <= 1 for each in plan.after.of(add.model))
     if easing and carried and took_s < start.cost_s:
         kinds = ", ".join(sorted({str(kind_of(each.action)) for each in easing}))
@@ -181,7 +150,6 @@ def weigh_start(
 
 
 def _takes_from(snapshot: Snapshot, action: Action, model: str) -> bool:
-    """Whether the action takes work from one of the model's engines."""
     match action:
         case Move(back=False) | MoveRequests():
             return snapshot.engine(action.engine).model == model
@@ -197,7 +165,7 @@ class _Search:
         corrections: Corrections,
         options: Rebalancing,
     ) -> None:
-        self._start, self._heat = start, heat
+        self._start = start
         self._corrections, self._options = corrections, options
         self.now = start
         self._hot, self._cold = (
@@ -210,7 +178,7 @@ class _Search:
         self._touched: set[tuple[str, ...]] = set()
         self._identities: set[tuple[object, ...]] = set()
         self.chosen: list[Chosen] = []
-        self.rejected: dict[tuple[object, ...], Rejected] = {}
+        self.rejected: dict[tuple[object, ...], RejectedStep] = {}
 
     def run(self) -> None:
         while any(self._improve(*pair) for pair in self._pairs() if self._is_worth(pair[0])):
@@ -227,7 +195,7 @@ class _Search:
 
     def _pairs(self) -> Iterator[tuple[str, str]]:
         """Hot and cold devices whose gap is to be narrowed, the widest first (lines 4 to 7)."""
-        loads = utilisations(self.now)
+        loads = self.now.loads
         least, most = min(loads.values()), max(loads.values())
         falling = self._options.falling
         hot = [name for name in self._hot if loads[name] - least > falling]
@@ -258,7 +226,7 @@ class _Search:
                 self._reject(action, source, target, assessed)
             else:
                 chosen, after = assessed
-                predicted = chosen.forecast
+                predicted = chosen.predicted
                 passed.append((predicted.cost_s, -predicted.gain, place, chosen, after))
         if not passed:
             self._failed[source] += self._work > work
@@ -274,7 +242,13 @@ class _Search:
     def _reject(self, action: Action, source: str, target: str, refusal: Refusal) -> None:
         identity = _identity(action)
         if identity not in self._identities:
-            self.rejected[identity] = Rejected(action, source, target, refusal)
+            self.rejected[identity] = RejectedStep(
+                action=action,
+                source=source,
+                target=target,
+                reason=refusal.reason,
+                detail=refusal.detail,
+            )
 
     def _assess(
         self, action: Action, source: str, target: str
@@ -291,7 +265,10 @@ class _Search:
             or over_budget(self._earlier(), action, predicted, self._options)
             or self._useless(predicted, after)
         )
-        return refusal or (Chosen(action, source, target, raw, predicted), after)
+        return refusal or (
+            Chosen(action=action, source=source, target=target, raw=raw, predicted=predicted),
+            after,
+        )
 
     def _before(self, action: Action) -> Refusal | None:
         started = all(self._start.has(engine) for engine in engines_of(action))
@@ -302,12 +279,12 @@ class _Search:
         return unable(self.now, action, self._options)
 
     def _earlier(self) -> list[tuple[Action, Forecast]]:
-        return [(each.action, each.forecast) for each in self.chosen]
+        return [(each.action, each.predicted) for each in self.chosen]
 
     def _useless(self, predicted: Forecast, after: Snapshot) -> Refusal | None:
         if predicted.gain < self._options.least_gain:
             return Refusal(Reason.NO_GAIN, f"{predicted.gain:.3f}")
-        loads, later = utilisations(self.now), utilisations(after)
+        loads, later = self.now.loads, after.loads
         fallen = _squares(loads) - _squares(later)
         if (
             max(later.values()) > max(loads.values()) + _ROUNDING
@@ -342,14 +319,4 @@ def _touches(snapshot: Snapshot, action: Action) -> tuple[str, ...]:
 
 def _identity(action: Action) -> tuple[object, ...]:
     """What tells one candidate from another, whatever its amount."""
-    match action:
-        case Move():
-            return ("move", action.kind, action.engine, action.lender, action.back)
-        case MoveRequests():
-            return ("requests", action.engine, action.to)
-        case SetRole():
-            return ("role", action.engine, action.role)
-        case AddReplica():
-            return ("add", action.model, action.device)
-        case RemoveReplica():
-            return ("remove", action.engine)
+    return tuple(value for field, value in action if field not in ("amount", "requests"))

@@ -7,13 +7,10 @@ from collections.abc import Iterable, Mapping
 
 
 class Rates:
-    """Rates of many engines' sums. An engine that is started anew has a new id."""
+    """Rates of many engines' sums. An engine that is restarted has a new id."""
 
     def __init__(self, window_s: float) -> None:
-        """
-        Args:
-            window_s: The time over which a rate is taken; half of it must have been seen.
-        """
+        """Rates are taken over ``window_s``, half of which must have been seen."""
         self._window_s = window_s
         self._seen: dict[str, deque[tuple[float, Mapping[str, float]]]] = {}
 
@@ -33,11 +30,9 @@ class Rates:
             del self._seen[gone]
 
     def of(self, engine: str) -> dict[str, float] | None:
-        """Growth of each sum in a second; None before enough was seen.
-
-        A sum that the first heartbeat lacks has grown from nothing; a sum that shrank began anew,
-        and counts from there.
-        """
+        """Growth of each sum in a second; None before enough was seen. A sum that the first
+        heartbeat lacks has grown from nothing; a sum that shrank began again, and counts from
+        there."""
         seen = self._seen.get(engine)
         if not seen:
             return None

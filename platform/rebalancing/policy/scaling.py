@@ -20,7 +20,8 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict
 
-from loomserve.platform.rebalancing.policy.scaled import ScaledModel, ScaledReplica
+from loomserve.platform.config.scaling import Scaling
+from loomserve.platform.state import ReplicaLoad
 
 ROOM = 0.8
 """The share of fewer replicas that may be filled as one goes."""
@@ -33,6 +34,69 @@ _LONG_WAIT_S = 1.0
 _FULL_KV = 0.9
 _FEWEST_SAMPLES = 4
 _ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledReplica:
+    """A replica that serves.
+
+    Attributes:
+        max_running: Requests that may run; 0: unknown.
+        kv_share: Share of its KV blocks in use, those that it borrows among them.
+        leaving: Whether it is drained, and will be ended.
+        settled: Whether it takes nothing new, and has nothing open: neither requests nor loans.
+    """
+
+    id: str
+    device: str
+    load: ReplicaLoad
+    max_running: int
+    kv_share: float
+    ready_at_s: float
+    leaving: bool = False
+    settled: bool = False
+
+    @property
+    def ongoing(self) -> int:
+        return self.load.running + self.load.waiting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledModel:
+    """A model whose load decides how many replicas it has.
+
+    Attributes:
+        most: Replicas that its devices allow.
+        target: Replicas that there should be, those that leave among them.
+        replicas: Those that serve.
+        arrived_per_s: Requests a second that came to them; None: not measured yet.
+        start_s: Time until one more would serve, as measured of those before.
+    """
+
+    name: str
+    rules: Scaling
+    most: int
+    target: int
+    replicas: tuple[ScaledReplica, ...]
+    arrived_per_s: float | None = None
+    start_s: float = 0.0
+
+    @property
+    def serving(self) -> tuple[ScaledReplica, ...]:
+        return tuple(each for each in self.replicas if not each.leaving)
+
+    @property
+    def leaving(self) -> tuple[ScaledReplica, ...]:
+        return tuple(each for each in self.replicas if each.leaving)
+
+    @property
+    def kept(self) -> int:
+        """Replicas that there should be once those that leave are gone."""
+        return self.target - len(self.leaving)
+
+    @property
+    def ongoing(self) -> int:
+        return sum(each.ongoing for each in self.replicas)
 
 
 class ScalingReason(StrEnum):
@@ -49,13 +113,8 @@ class ScalingReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScalingSample:
-    """A look at a model.
-
-    Attributes:
-        load: In replicas.
-        ample: The number of replicas into which it fits with room to spare.
-        arrived_per_s: The rate of requests; None: not measured.
-    """
+    """A look at a model: its load in replicas, the number of replicas into which it fits with room
+    to spare, and the rate of requests, if it is measured."""
 
     at_s: float
     load: float
@@ -89,13 +148,8 @@ class ScalingWatch:
 
 @dataclass(frozen=True, slots=True)
 class ScalingWish:
-    """A number of replicas that differs from the one that there is.
-
-    Attributes:
-        replicas: Those that there should be.
-        short_s: For how long more have been wanted.
-        why: For a person.
-    """
+    """Another number of replicas; more have been wanted for ``short_s``. ``why`` is for a
+    person."""
 
     replicas: int
     reason: ScalingReason
@@ -105,12 +159,8 @@ class ScalingWish:
 
 @dataclass(frozen=True, slots=True)
 class ScalingLook:
-    """
-    Attributes:
-        watch: For the next look.
-        load: In replicas.
-        wish: None: there are as many as there should be, as far as is known yet.
-    """
+    """The watch for the next look, and the load in replicas. Without a wish, there are as many
+    replicas as there should be, as far as is known yet."""
 
     watch: ScalingWatch
     load: float
@@ -164,11 +214,9 @@ def leaves(model: ScaledModel, replicas: int) -> tuple[ScaledReplica, ...]:
 
 
 def quiet_time_s(model: ScaledModel) -> float:
-    """Seconds for which fewer must suffice.
-
-    A replica that is not needed costs its device's time for as long as it stays. Once that is as
-    much as a start, it goes: so it never costs more than twice what was best, whatever comes.
-    """
+    """Seconds for which fewer must suffice. A replica that is not needed costs its device's time
+    for as long as it stays. Once that is as much as a start, it goes: so it never costs more than
+    twice what was best, whatever comes."""
     return max(model.rules.downscale_delay_s, model.start_s)
 
 
@@ -187,7 +235,7 @@ def _loads(model: ScaledModel) -> Iterator[tuple[float, ScalingReason]]:
     )
     yield sum(each.kv_share for each in replicas) / _FULL_KV, ScalingReason.KV_MEMORY
     if rules.ttft_slo_ms is not None:
-        waited_s = sum(each.oldest_waiting_s for each in replicas)
+        waited_s = sum(each.load.oldest_waiting_s for each in replicas)
         yield 1000 * waited_s / rules.ttft_slo_ms, ScalingReason.TTFT
     if rules.tpot_slo_ms is not None:
         yield (
@@ -201,15 +249,16 @@ def _filled(replica: ScaledReplica, target: float | None) -> float:
     if target is not None:
         return replica.ongoing / target
     # What waits for long in an engine finds no place in its memory, if there is one in its batch.
-    full = replica.oldest_waiting_s > _LONG_WAIT_S and replica.running
-    most = replica.running if full else replica.max_running
+    full = replica.load.oldest_waiting_s > _LONG_WAIT_S and replica.load.running
+    most = replica.load.running if full else replica.max_running
     return replica.ongoing / most if most else 0.0
 
 
 def _paced(replica: ScaledReplica, slo_s: float) -> float:
-    """Its step's time as a share of what a token may take; no replica has less than a request."""
-    share = replica.tpot_s / slo_s if replica.running else 0.0
-    return min(share, 1.0) if replica.running == 1 else share
+    """Its step, a token of all that run, as a share of what one may take; none has less than a
+    request."""
+    share = replica.load.step_time_s / slo_s if replica.load.running else 0.0
+    return min(share, 1.0) if replica.load.running == 1 else share
 
 
 def _wanted(model: ScaledModel, foreseen: float) -> int:
@@ -223,10 +272,8 @@ def _wanted(model: ScaledModel, foreseen: float) -> int:
 def _growth(
     samples: Sequence[ScalingSample], model: ScaledModel, at_s: float, load: float
 ) -> float:
-    """By how much the load will have grown, or fallen, once a replica could be there.
-
-    A line through the last looks; none that their scatter explains.
-    """
+    """By how much the load will have grown, or fallen, once a replica could be there. A line
+    through the last looks; none that their scatter explains."""
     points = [(each.at_s - at_s, each.load) for each in samples] + [(0.0, load)]
     count = len(points)
     if count < _FEWEST_SAMPLES:

@@ -8,16 +8,16 @@ maximum).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import TypeVar
 
-from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.lending.policy.layout import Layout, abreast, stacked
-from loomserve.platform.rebalancing.policy.places import SnapshotPlaces
-from loomserve.platform.rebalancing.policy.scaled import ScaledModel
 from loomserve.platform.state.roles import Role
+
+_T = TypeVar("_T")
 
 
 class MoveKind(StrEnum):
@@ -30,13 +30,8 @@ class MoveKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSnapshot:
-    """A device.
-
-    Attributes:
-        memory_bytes: Its whole memory.
-        allocated_bytes: Memory of processes, weights and KV, used or not.
-        speed: Speed of computing relative to the other devices; above 0.
-    """
+    """A device: its whole memory, what processes, weights and KV (used or not) have of it, and its
+    speed relative to the other devices, above 0."""
 
     name: str
     node: str
@@ -48,15 +43,13 @@ class DeviceSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSnapshot:
-    """A replica.
+    """A replica, at home on ``device``.
 
     Attributes:
-        device: Its home.
         prefill: Device seconds a second that prompts ask for, at home.
         attention: Device seconds a second that decoding's attention asks for, at home.
         linear: Device seconds a second that the rest of decoding asks for, at home.
         queue: Number of requests that run or wait.
-        waiting: Those of them that wait.
         max_running: Number of requests that may run; 0: none can come from elsewhere or go there.
         kv_bytes: KV memory at home.
         kv_used_bytes: KV memory at home that its own requests use.
@@ -128,13 +121,10 @@ class EngineSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoanSnapshot:
-    """Work of an engine that a lender's device does.
+    """Work of an engine that a lender's device does, in the lender's device seconds a second.
 
     Attributes:
         amount: Bytes of KV, heads or layers, by ``kind``.
-        prefill: Device seconds a second of the lender for prompts.
-        attention: Device seconds a second of the lender for decoding's attention.
-        linear: Device seconds a second of the lender for the rest of decoding.
         kv_bytes: KV in the lender's KV memory.
         weights_bytes: Weights on the lender's device, beside its KV memory.
     """
@@ -157,12 +147,10 @@ class LoanSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSnapshot:
-    """A model.
+    """A model; ``replicas`` and ``least`` are numbers that there should and must be.
 
     Attributes:
         devices: Devices where replicas may run, in the order in which they are used.
-        replicas: Number of replicas that there should be.
-        least: Number of replicas that there must be.
         replica_bytes: Memory that one more replica takes on a device, its KV included.
         replica: One more replica before it has work; None: replicas may not come and go.
         start_s: Measured time until a replica serves.
@@ -192,6 +180,57 @@ class Link:
     measured_at_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotPlaces:
+    """Places in a snapshot's tuples; of several of one name, the first. Engines ``on`` a device and
+    ``of`` a model, links by source and target, loans by lender and by engine."""
+
+    devices: dict[str, int]
+    models: dict[str, int]
+    engines: dict[str, int]
+    on: dict[str, tuple[int, ...]]
+    of: dict[str, tuple[int, ...]]
+    links: dict[tuple[str, str], Link]
+    loans_at: dict[str, tuple[LoanSnapshot, ...]]
+    loans_of: dict[str, tuple[LoanSnapshot, ...]]
+
+    @classmethod
+    def made(cls, snapshot: Snapshot) -> SnapshotPlaces:
+        engines, loans = snapshot.engines, snapshot.loans
+        return cls(
+            devices=_first(each.name for each in snapshot.devices),
+            models=_first(each.name for each in snapshot.models),
+            engines=_first(each.id for each in engines),
+            on=_grouped(range(len(engines)), lambda place: engines[place].device),
+            of=_grouped(range(len(engines)), lambda place: engines[place].model),
+            links={(link.source, link.target): link for link in reversed(snapshot.links)},
+            loans_at=_grouped(loans, lambda loan: loan.lender),
+            loans_of=_grouped(loans, lambda loan: loan.engine),
+        )
+
+    def with_loan(self, before: LoanSnapshot, after: LoanSnapshot | None) -> SnapshotPlaces:
+        """With a loan behind all others, in the place of one that may not have been there."""
+        loans_at, loans_of = dict(self.loans_at), dict(self.loans_of)
+        for loans, key in ((loans_at, before.lender), (loans_of, before.engine)):
+            others = tuple(each for each in loans.get(key, ()) if each is not before)
+            loans[key] = others if after is None else (*others, after)
+        return replace(self, loans_at=loans_at, loans_of=loans_of)
+
+
+def _first(names: Iterable[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for place, name in enumerate(names):
+        found.setdefault(name, place)
+    return found
+
+
+def _grouped(all_: Sequence[_T], key: Callable[[_T], str]) -> dict[str, tuple[_T, ...]]:
+    found: dict[str, list[_T]] = {}
+    for each in all_:
+        found.setdefault(key(each), []).append(each)
+    return {name: tuple(group) for name, group in found.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """All that rebalancing is decided on, at one time; names and ids are unique.
@@ -213,14 +252,8 @@ class Snapshot:
     """Time when the last action ended."""
 
     @cached_property
-    def _places(self) -> SnapshotPlaces[Link, LoanSnapshot]:
-        return SnapshotPlaces.made(
-            (each.name for each in self.devices),
-            (each.name for each in self.models),
-            self.engines,
-            self.links,
-            self.loans,
-        )
+    def _places(self) -> SnapshotPlaces:
+        return SnapshotPlaces.made(self)
 
     @cached_property
     def _origin(self) -> tuple[Snapshot, frozenset[str]] | None:
@@ -229,7 +262,8 @@ class Snapshot:
 
     @cached_property
     def loads(self) -> Mapping[str, float]:
-        """U of each device (eq. 4-28)."""
+        """U of each device (eq. 4-28): a sum, so a device with all of its compute and half of its
+        memory in use equals one with the reverse, though they could help each other."""
         if self._origin is None:
             return {device.name: self._load(device.name) for device in self.devices}
         before, touched = self._origin
@@ -251,13 +285,9 @@ class Snapshot:
         loan: tuple[LoanSnapshot, LoanSnapshot] | None = None,
         allocated: tuple[str, int] | None = None,
     ) -> Snapshot:
-        """The same with other figures of some engines.
-
-        Args:
-            engines: as they are then, on the same devices.
-            loan: what a loan was, and is then; without an amount it is none.
-            allocated: a device, and bytes by which its allocated memory grows.
-        """
+        """The same with other figures of engines on the same devices; ``loan``: what a loan was,
+        and is then (without an amount it is none); ``allocated``: a device, and bytes by which its
+        memory grows."""
         found, loans, devices = self._places, self.loans, self.devices
         touched = set[str]()
         changed = list(self.engines)
@@ -288,7 +318,6 @@ class Snapshot:
         return engine in self._places.engines
 
     def devices_in_order(self, names: Iterable[str]) -> list[DeviceSnapshot]:
-        """Devices by their names, in the order in which they stand here."""
         places = self._places.devices
         return [self.devices[place] for place in sorted(places[name] for name in names)]
 
@@ -348,10 +377,8 @@ class Snapshot:
         )
 
     def kv_room(self, engine: EngineSnapshot) -> float:
-        """Bytes of whole KV that its requests can have.
-
-        Where heads or layers of each block lie with a lender, more blocks fit at home.
-        """
+        """Bytes of whole KV that its requests can have. Where heads or layers of each block lie
+        with a lender, more blocks fit at home."""
         away = dict.fromkeys(MoveKind, 0)
         for loan in self.loans_of(engine.id):
             away[loan.kind] += loan.amount
@@ -382,11 +409,9 @@ def _place(places: Mapping[str, int], what: str, name: str) -> int:
 def shard_room(
     engine: EngineSnapshot, lender: EngineSnapshot, kind: MoveKind, amount: int, whole: int
 ) -> float:
-    """Bytes of the lender's KV memory that heads or layers take.
-
-    That is their share of each of the engine's blocks, and the bytes that stay empty in the
-    lender's blocks where layers do not fill them.
-    """
+    """Bytes of the lender's KV memory that heads or layers take. That is their share of each of the
+    engine's blocks, and the bytes that stay empty in the lender's blocks where layers do not fill
+    them."""
     layers = amount if kind is MoveKind.LAYERS else engine.layers
     borrower, there = Layout(layers, 1), Layout(lender.layers, 1)
     taken = there.layers * stacked(there, borrower) / (layers * abreast(there, borrower))
@@ -405,87 +430,3 @@ def memory_share(snapshot: Snapshot, device: str) -> float:
     there = snapshot.device(device)
     idle = sum(snapshot.idle_kv(engine) for engine in snapshot.on(device))
     return (there.allocated_bytes - idle) / there.memory_bytes
-
-
-def utilisations(snapshot: Snapshot) -> Mapping[str, float]:
-    """U of each device (eq. 4-28).
-
-    A sum: a device with all of its compute and half of its memory in use equals one with the
-    reverse, though they could help each other. The paper's own example of imbalance, prefill
-    devices at 95 % compute and 35 % memory beside decode devices at the opposite (figure 4-2 b),
-    counts as balanced by its formula.
-    """
-    return snapshot.loads
-
-
-class Unfit(StrEnum):
-    """Why a snapshot gives no plan."""
-
-    EMPTY = "empty"
-    STALE = "stale"
-    PARTIAL = "partial"
-    SETTLING = "settling"
-
-
-@dataclass(frozen=True, slots=True)
-class Flaw:
-    """Something missing or unfit; ``subject`` names a device, engine or model."""
-
-    why: Unfit
-    subject: str
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What could be measured.
-
-    Attributes:
-        snapshot: None where a figure in it would have to be made up.
-        missing: What it lacks.
-        scaled: Models whose load decides on their replicas, for which less has to be measured.
-    """
-
-    snapshot: Snapshot | None
-    missing: tuple[Flaw, ...]
-    scaled: tuple[ScaledModel, ...] = ()
-
-    def flaws(self, options: Rebalancing) -> tuple[Flaw, ...]:
-        """All that keeps anything from being decided on it."""
-        return (*self.missing, *(flaws(self.snapshot, options) if self.snapshot else ()))
-
-
-def flaws(snapshot: Snapshot, options: Rebalancing) -> list[Flaw]:
-    """What must be measured (again) before anything can be decided; empty: the snapshot is fit."""
-    if len(snapshot.devices) < 2:
-        return [Flaw(Unfit.EMPTY, "devices")]
-    found = list(_missing(snapshot))
-    for name, measured_at_s in _measured(snapshot):
-        if snapshot.at_s - measured_at_s > options.stale_after_s or measured_at_s > snapshot.at_s:
-            found.append(Flaw(Unfit.STALE, name))
-        elif measured_at_s < snapshot.changed_at_s + options.settle_s:
-            found.append(Flaw(Unfit.SETTLING, name))
-    return found
-
-
-def _measured(snapshot: Snapshot) -> Iterator[tuple[str, float]]:
-    yield from ((each.name, each.measured_at_s) for each in snapshot.devices)
-    yield from ((each.id, each.measured_at_s) for each in snapshot.engines)
-    yield from ((f"{each.engine} at {each.lender}", each.measured_at_s) for each in snapshot.loans)
-
-
-def _missing(snapshot: Snapshot) -> Iterator[Flaw]:
-    devices = {device.name for device in snapshot.devices}
-    models = {model.name for model in snapshot.models}
-    engines = {engine.id for engine in snapshot.engines}
-    for engine in snapshot.engines:
-        if engine.device not in devices:
-            yield Flaw(Unfit.PARTIAL, engine.device)
-        if engine.model not in models:
-            yield Flaw(Unfit.PARTIAL, engine.model)
-    for model in snapshot.models:
-        if len(snapshot.of(model.name)) != model.replicas:
-            yield Flaw(Unfit.PARTIAL, model.name)
-    for loan in snapshot.loans:
-        for end in (loan.engine, loan.lender):
-            if end not in engines:
-                yield Flaw(Unfit.PARTIAL, end)

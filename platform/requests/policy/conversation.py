@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import GenericAlias
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,9 +13,11 @@ from loomserve.platform.requests.policy.fields import is_of_messages
 from loomserve.platform.requests.policy.message_parts import (
     ANTHROPIC_PARTS,
     CHAT_PARTS,
+    Form,
     Forms,
     check_parts,
     check_tool_calls,
+    form,
 )
 
 MOST_MESSAGES = 2048
@@ -23,63 +26,40 @@ MOST_ITEMS = 1024
 MOST_PARTS = 4096
 """Of all messages."""
 
-Status = Literal["in_progress", "completed", "incomplete"]
+
+def _list_of(one: Form) -> Any:
+    return GenericAlias(list, (one,))
 
 
-class _FunctionCall(msgspec.Struct):
-    call_id: str
-    name: str
-    arguments: str
-    id: str | None = None
-    status: Status | None = None
-    namespace: str | None = None
-
-
-class _FunctionCallOutput(msgspec.Struct):
-    call_id: str
-
-
-class _SummaryText(msgspec.Struct):
-    text: str
-    type: Literal["summary_text"]
-
-
-class _ReasoningText(msgspec.Struct):
-    text: str
-    type: Literal["reasoning_text"]
-
-
-class _Reasoning(msgspec.Struct):
-    id: str
-    summary: list[_SummaryText]
-    content: list[_ReasoningText] | None = None
-    encrypted_content: str | None = None
-    status: Status | None = None
-
-
-class _Message(msgspec.Struct):
-    role: str
-
-
-class _MessageOfPieces(_Message):
-    # vLLM takes the first piece of an answer without looking whether there is one.
-    content: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
-
+_STATUS = (Literal["in_progress", "completed", "incomplete"] | None, None)
+_MESSAGE = form(role=str)
+# vLLM takes the first piece of an answer without looking whether there is one.
+_PIECES = Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+_MESSAGE_OF_PIECES = form(role=str, content=_PIECES)
 
 # Items that are no messages, by their type.
-_TYPES: dict[str, type[msgspec.Struct]] = {
-    "function_call": _FunctionCall,
-    "function_call_output": _FunctionCallOutput,
-    "reasoning": _Reasoning,
+_TYPES: Forms = {
+    "function_call": form(
+        call_id=str,
+        name=str,
+        arguments=str,
+        id=(str | None, None),
+        status=_STATUS,
+        namespace=(str | None, None),
+    ),
+    "function_call_output": form(call_id=str),
+    "reasoning": form(
+        id=str,
+        summary=_list_of(form(text=str, type=Literal["summary_text"])),
+        content=(_list_of(form(text=str, type=Literal["reasoning_text"])) | None, None),
+        encrypted_content=(str | None, None),
+        status=_STATUS,
+    ),
 }
 
 
 def check_messages(path: str, fields: Mapping[str, Any]) -> None:
-    """Check the form of messages, and of the parts of each; what is no list is left to vLLM.
-
-    Raises:
-        BadRequest: there are too many, or one is of another form; it is named.
-    """
+    """Raises BadRequest for wrong or too many messages or parts; other types are left to vLLM."""
     forms = ANTHROPIC_PARTS if is_of_messages(path) else CHAT_PARTS
     if isinstance(messages := fields.get("messages"), list):
         _check_messages(messages, forms)
@@ -123,12 +103,7 @@ def _too_many(name: str, given: int, most: int, what: str) -> BadRequest:
 
 
 def check_conversation(items: object) -> None:
-    """Check the items; anything but a list of them is left to vLLM to refuse.
-
-    Raises:
-        BadRequest: an item is neither a message nor of a type that vLLM 0.29 reads. It would fail
-            on it, as if the fault were its own. Or there are too many.
-    """
+    """Raises BadRequest for too many items of ``input``, and those that vLLM 0.29 fails on."""
     if isinstance(items, list):
         _check_number(items, "input", MOST_ITEMS)
         parts = (item.get("content") for item in items if isinstance(item, dict))
@@ -147,10 +122,10 @@ def check_conversation(items: object) -> None:
             ) from None
 
 
-def _type_of(item: object) -> type[msgspec.Struct]:
+def _type_of(item: object) -> Form:
     if not isinstance(item, dict):
-        return _Message
+        return _MESSAGE
     kind = item.get("type")
     if isinstance(kind, str) and kind in _TYPES:
         return _TYPES[kind]
-    return _MessageOfPieces if isinstance(item.get("content"), list) else _Message
+    return _MESSAGE_OF_PIECES if isinstance(item.get("content"), list) else _MESSAGE

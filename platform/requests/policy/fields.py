@@ -17,7 +17,6 @@ TEXT_ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 
 
 def is_of_messages(path: str) -> bool:
-    """Whether a path belongs to the Messages API."""
     return path == MESSAGES or path.startswith(MESSAGES + "/")
 
 
@@ -96,8 +95,6 @@ _BOOLEANS = _names("""
 INTEGERS: Mapping[str, frozenset[str]] = {
     path: _INTEGERS | {"logprobs"} if path == COMPLETIONS else _INTEGERS for path in PASSED_ON
 }
-"""Fields that are whole numbers."""
 BOOLEANS: Mapping[str, frozenset[str]] = {
     path: _BOOLEANS | {"logprobs"} if path == CHAT else _BOOLEANS for path in PASSED_ON
 }
-"""Fields that are true or false."""

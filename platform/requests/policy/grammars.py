@@ -1,22 +1,21 @@
 """Bounds of what an engine compiles to grammars: JSON schemas, tools, regular expressions, EBNF.
 
-The time of a compilation grows with powers of a schema's depth and of its objects' width: a schema
-of 900 arrays, 22 KB, takes a minute, and so does one object of 2,400 optional properties. Each
-character of a pattern costs 0.2 ms, of a long literal up to 0.2 ms; of a schema's pattern that
-repeats something 1,000 times 0.06 s, 10,000 times more than 20 s. Within these bounds what is worst
-takes an engine two seconds in threads of its own, and a front end 0.1 s.
+The time grows with powers of a schema's depth and of its objects' width: 900 nested arrays (22 KB)
+take a minute, and so do 2,400 optional properties of one object. Each character of a pattern costs
+0.2 ms, of a long literal up to 0.2 ms; a schema's pattern that repeats something 1,000 times 0.06
+s, 10,000 times over 20 s. Within these bounds the worst takes an engine two seconds in threads, and
+the gateway 0.1 s.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
 from loomserve.platform.base.errors import BadRequest
-from loomserve.platform.requests.policy.json_size import json_size
-from loomserve.platform.requests.policy.repeats import repeats
 
 MOST_CHARACTERS = 2**16
 """Of one field, or one tool, as JSON text."""
@@ -60,14 +59,14 @@ _COUNTED = {
 _SLOW_NAMES = frozenset(
     {*_PATTERN_NAMES, *_ITEM_NAMES, *_COUNTED, "patternProperties", "enum", "const"}
 )
+_COUNT = re.compile(r"\{(\d{0,9})(,?)(\d{0,9})\}")
+_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_NO_NAMES: frozenset[str] = frozenset()
+_OTHER_CHARACTERS = 8
 
 
 def check_grammars(fields: Mapping[str, Any]) -> None:
-    """Check all of a request's fields that an engine may compile.
-
-    Raises:
-        BadRequest: one is over a bound, or ``structured_outputs`` is no object; it is named.
-    """
+    """Raises BadRequest if a field that an engine may compile is over a bound."""
     if (outputs := fields.get("structured_outputs")) is not None:
         # vLLM fails on others, as if the fault were its own.
         if not isinstance(outputs, dict):
@@ -93,21 +92,12 @@ def _check_response_format(form: Any) -> None:
 
 
 def _check_tools(tools: list[Any]) -> None:
-    characters = patterns = items = repeated = 0
+    total = _Cost()
     for number, tool in enumerate(tools):
-        cost = _check(tool, f"tools[{number}]")
-        characters += cost.characters
-        patterns += cost.patterns
-        items += cost.items
-        repeated += cost.repeats
-        if repeated > MOST_REPEATS:
-            raise _too_many_repeats("tools")
-        if characters > MOST_TOOL_CHARACTERS:
+        total = total.plus(_check(tool, f"tools[{number}]"))
+        if total.characters > MOST_TOOL_CHARACTERS:
             raise _too_large("tools", MOST_TOOL_CHARACTERS)
-        if patterns > MOST_PATTERN_CHARACTERS:
-            raise _too_large("tools", MOST_PATTERN_CHARACTERS, "its patterns have")
-        if items > MOST_ITEMS:
-            raise _too_many_items("tools")
+        total.check("tools")
 
 
 def _check_structured_outputs(outputs: Mapping[str, Any]) -> None:
@@ -140,13 +130,32 @@ def _check_text(text: str, param: str) -> None:
 
 
 class _Cost(NamedTuple):
-    characters: int
-    patterns: int
+    characters: int = 0
+    patterns: int = 0
     """Characters of all patterns."""
-    items: int
+    items: int = 0
     """Of all arrays, at most."""
-    repeats: int
-    """Of all patterns."""
+    repeats: int = 0
+
+    def plus(self, other: _Cost) -> _Cost:
+        return _Cost(*map(sum, zip(self, other, strict=True)))
+
+    def check(self, param: str) -> None:
+        """Raises BadRequest if patterns, items or repeats are over a bound."""
+        if self.patterns > MOST_PATTERN_CHARACTERS:
+            raise _too_large(param, MOST_PATTERN_CHARACTERS, "its patterns have")
+        if self.items > MOST_ITEMS:
+            raise BadRequest(
+                f"{param} has arrays of more than {MOST_ITEMS} items in all; give smaller minItems "
+                "and maxItems, or leave them out",
+                param=param,
+            )
+        if self.repeats > MOST_REPEATS:
+            raise BadRequest(
+                f"{param} has patterns that repeat parts more than {MOST_REPEATS} times in all; "
+                "use + or *, or minLength and maxLength",
+                param=param,
+            )
 
 
 def _check(value: Any, param: str) -> _Cost:
@@ -164,21 +173,19 @@ def _check(value: Any, param: str) -> _Cost:
             "divide it",
             param=param,
         )
-    patterns = items = repeated = 0
+    cost = _Cost(size.characters)
     for schema in size.watched:
-        patterns += _pattern_characters(schema)
-        repeated += _repeats(schema)
+        texts = list(_patterns(schema))
         _check_counts(schema, param)
-        items += _most_items(schema)
         for literals in (schema.get("enum"), [schema.get("const")]):
             _check_literals(literals, param)
-    if patterns > MOST_PATTERN_CHARACTERS:
-        raise _too_large(param, MOST_PATTERN_CHARACTERS, "its patterns have")
-    if items > MOST_ITEMS:
-        raise _too_many_items(param)
-    if repeated > MOST_REPEATS:
-        raise _too_many_repeats(param)
-    return _Cost(size.characters, patterns, items, repeated)
+        # A pattern that is too long is refused for that.
+        repeated = sum(
+            repeats(text, MOST_REPEATS) for text in texts if len(text) <= MOST_PATTERN_CHARACTERS
+        )
+        cost = cost.plus(_Cost(0, sum(map(len, texts)), _most_items(schema), repeated))
+    cost.check(param)
+    return cost
 
 
 def _patterns(schema: Mapping[str, Any]) -> Iterator[str]:
@@ -186,16 +193,6 @@ def _patterns(schema: Mapping[str, Any]) -> Iterator[str]:
     by_name = schema.get("patternProperties")
     names = by_name if isinstance(by_name, dict) else ()
     return (text for text in (*own, *names) if isinstance(text, str))
-
-
-def _pattern_characters(schema: Mapping[str, Any]) -> int:
-    return sum(map(len, _patterns(schema)))
-
-
-def _repeats(schema: Mapping[str, Any]) -> int:
-    # One that is too long is refused for that.
-    texts = (text for text in _patterns(schema) if len(text) <= MOST_PATTERN_CHARACTERS)
-    return sum(repeats(text, MOST_REPEATS) for text in texts)
 
 
 def _check_counts(schema: Mapping[str, Any], param: str) -> None:
@@ -228,24 +225,99 @@ def _too_deep(param: str) -> BadRequest:
     )
 
 
-def _too_many_items(param: str) -> BadRequest:
-    return BadRequest(
-        f"{param} has arrays of more than {MOST_ITEMS} items in all; give smaller minItems and "
-        "maxItems, or leave them out",
-        param=param,
-    )
-
-
-def _too_many_repeats(param: str) -> BadRequest:
-    return BadRequest(
-        f"{param} has patterns that repeat parts more than {MOST_REPEATS} times in all; use + or "
-        "*, or minLength and maxLength",
-        param=param,
-    )
-
-
 def _too_large(param: str, most: int, part: str = "it has") -> BadRequest:
     return BadRequest(
         f"{param} is too large to be compiled: {part} more than {most} characters; shorten it",
         param=param,
     )
+
+
+def repeats(pattern: str, most: int) -> int:
+    """Copies of a pattern's characters and classes that its counted repeats (``{2,5}``) make.
+
+    Counting stops above ``most``, and where the text is no expression.
+    """
+    # Of the expression, and of each group that is open: what is in it, and its last part.
+    within, last = [0], [0]
+    at, closed = 0, True
+    while at < len(pattern):
+        mark = pattern[at]
+        step, part = 1, 0
+        if mark == "(":
+            within.append(0)
+            last.append(0)
+        elif mark == ")" and len(within) > 1:
+            part = within.pop()
+            last.pop()
+            last[-1] = part
+            within[-1] += part
+        elif mark == "{" and (count := _COUNT.match(pattern, at)):
+            times = max(int(count[3] or 0), int(count[1] or 0))
+            # What the part has of its own is counted already.
+            within[-1] += max(last[-1] * (times - 1), 0) if last[-1] else times
+            last[-1] = max(last[-1], 1) * times
+            step = len(count[0])
+        elif mark == "\\":
+            step, last[-1] = 2, 0
+        elif mark == "[" and closed:
+            found = _CLASS.match(pattern, at)
+            closed = found is not None
+            step, last[-1] = len(found[0]) if found else 1, 0
+        elif mark not in "*+?":
+            last[-1] = 0
+        at += step
+        if within[-1] > most:
+            return most + 1
+    return sum(within)
+
+
+class JsonSize(NamedTuple):
+    """The size of a parsed JSON value, or of the part of it that was looked at."""
+
+    characters: int
+    """Length of its shortest JSON text, nearly: numbers count as eight."""
+    depth: int
+    """Arrays and objects within each other; 0 for a text or a number."""
+    widest: int
+    """Entries of the largest object."""
+    watched: list[dict[str, Any]]
+
+
+def json_size(
+    value: Any, *, most_characters: int, most_depth: int, watch: frozenset[str] = _NO_NAMES
+) -> JsonSize:
+    """The size of ``value``; one over a bound is looked at no further than to see that it is.
+
+    Each step counts at least one character, so that there are no more than ``most_characters``.
+    """
+    deepest = widest = 0
+    watched: list[dict[str, Any]] = []
+    # Texts and numbers are counted with what they are in, so a list is put around the value, and
+    # its own characters taken off. Level by level, a tool costs half of what a stack would.
+    level: list[Any] = [[value]]
+    characters = -4
+    while level and characters <= most_characters and deepest <= most_depth:
+        inner: list[Any] = []
+        for one in level:
+            # Its brackets, commas and colons, before its entries are taken up.
+            characters += 2 + 2 * len(one)
+            if characters > most_characters:
+                break
+            entries = one
+            if type(one) is dict:
+                entries = one.values()
+                widest = max(widest, len(one))
+                characters += sum(map(len, one)) + 2 * len(one)
+                if not watch.isdisjoint(one):
+                    watched.append(one)
+            for entry in entries:
+                kind = type(entry)
+                if kind is str:
+                    characters += len(entry) + 2
+                elif kind is dict or kind is list:
+                    inner.append(entry)
+                else:
+                    characters += _OTHER_CHARACTERS
+        deepest += bool(inner)
+        level = inner
+    return JsonSize(characters, deepest, widest, watched)

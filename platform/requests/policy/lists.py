@@ -1,4 +1,4 @@
-"""How many entries a request's fields may have, and how long what an answer is searched for."""
+"""How many entries a request's fields may have, how long its stop texts, how large its numbers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,11 @@ _CHARACTERS = {
     "stop": MOST_STOP_CHARACTERS,
     "stop_sequences": MOST_STOP_CHARACTERS,
 }
+_LEAST_NUMBER, _MOST_NUMBER = -(2**63), 2**63 - 1
 
 
 def check_lists(fields: Mapping[str, Any], but: Container[str] = ()) -> None:
-    """Check a request's fields, apart from those named in ``but``.
-
-    Raises:
-        BadRequest: a field has more entries, or a longer one, than it may.
-    """
+    """Raises BadRequest if a field that is not in ``but`` has too many or too long entries."""
     if len(fields) > MOST_FIELDS:
         raise BadRequest(
             f"the request has {len(fields)} fields, of which it may have {MOST_FIELDS}"
@@ -67,3 +64,20 @@ def _too_many(name: str, entries: int, most: int) -> BadRequest:
     return BadRequest(
         f"{name} has {entries} entries, of which {most} are allowed; give fewer", param=name
     )
+
+
+def check_numbers(fields: Mapping[str, Any], but: Container[str] = ()) -> None:
+    """Raises BadRequest for a number beyond 64 bits in a field that is not in ``but``."""
+    for name, value in fields.items():
+        # vLLM makes whole numbers of some fractions.
+        if isinstance(value, int | float):
+            if value < _LEAST_NUMBER or value > _MOST_NUMBER:
+                raise _too_large(name)
+        elif name not in but and isinstance(value, dict | list):
+            inner = value.values() if isinstance(value, dict) else value
+            if any(type(one) is int and not _LEAST_NUMBER <= one <= _MOST_NUMBER for one in inner):
+                raise _too_large(name)
+
+
+def _too_large(name: str) -> BadRequest:
+    return BadRequest(f"{name} has a number beyond 64 bits; give a smaller one", param=name)

@@ -1,7 +1,7 @@
 """How many log probabilities one request may ask for.
 
-vLLM makes objects of each of them and writes them as JSON: 5 to 10 µs each, on the event loop that
-serves all streams. A stream does so token by token, any other answer at its end, all at once.
+vLLM makes objects and JSON of each, 5 to 10 µs, on the event loop of all streams: token by token in
+a stream, all at once otherwise.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ _NAMES = ("top_logprobs", "logprobs")
 
 
 def check_logprobs(fields: Mapping[str, Any], prompts: int) -> None:
-    """Check what a request says; ``prompts``: how many it has.
-
-    Raises:
-        BadRequest: it asks for more than others can wait for.
-    """
+    """Raises BadRequest if a request with so many prompts asks for too many."""
     prompt = fields.get("prompt_logprobs")
     if prompt is not None and _whole(prompt) and not 0 <= prompt < MOST_A_STEP:
         raise _too_many("prompt_logprobs", prompt)
@@ -57,9 +53,8 @@ def check_logprobs(fields: Mapping[str, Any], prompts: int) -> None:
 def most_tokens(each: int, answers: int) -> int:
     """Tokens of a prompt, or of each answer that does not stream.
 
-    Args:
-        each: log probabilities of a token beside its own; negative: all of the vocabulary.
-        answers: to one prompt.
+    ``each``: log probabilities of a token beside its own; negative: the whole vocabulary.
+    ``answers`` are to one prompt.
     """
     return max(1, MOST_AT_ONCE // ((each + 1) * answers)) if each >= 0 else 1
 

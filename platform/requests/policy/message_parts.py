@@ -1,7 +1,7 @@
-"""What is in a message: its parts and its tool calls, each of the form that its type has.
+"""The parts and tool calls of a message, each in the form that its type has.
 
-vLLM's validators say of a wrong part what is missing in another kind of part, without its place,
-and take some that lack what the prompt needs of them.
+vLLM's validators name what another kind of part would lack, without the place, and accept some
+parts that lack what the prompt needs.
 """
 
 from __future__ import annotations
@@ -17,112 +17,47 @@ _AT = re.compile(r"^(?P<says>.*?)(?: - at `\$(?P<at>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$")
 
 
-class _Text(msgspec.Struct):
-    text: str
+Form = type[msgspec.Struct]
+Forms = dict[str, Form]
 
 
-class _Refusal(msgspec.Struct):
-    refusal: str
-
-
-class _Thinking(msgspec.Struct):
-    thinking: str
-
-
-class _Link(msgspec.Struct):
-    url: str
+def form(**fields: Any) -> Form:
+    """Objects that have at least these fields, each of a type, or of a type with a default."""
+    given = [(name, *of) if isinstance(of, tuple) else (name, of) for name, of in fields.items()]
+    return msgspec.defstruct("Form", given)
 
 
 # vLLM takes a link as it is, too, and none for what it has by its uuid.
-_Linked = _Link | str | None
-
-
-class _ImageUrl(msgspec.Struct):
-    image_url: _Linked
-
-
-class _AudioUrl(msgspec.Struct):
-    audio_url: _Linked
-
-
-class _VideoUrl(msgspec.Struct):
-    video_url: _Linked
-
-
-class _Audio(msgspec.Struct):
-    data: str
-    format: str
-
-
-class _InputAudio(msgspec.Struct):
-    input_audio: _Audio | None
-
-
-class _EncodedImage(msgspec.Struct, tag="base64", tag_field="type"):
-    data: str
-
-
-class _LinkedImage(msgspec.Struct, tag="url", tag_field="type"):
-    url: str
-
-
-class _Image(msgspec.Struct):
-    source: _EncodedImage | _LinkedImage
-
-
-class _ToolUse(msgspec.Struct):
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class _ToolResult(msgspec.Struct):
-    tool_use_id: str
-
-
-class _Function(msgspec.Struct):
-    name: str
-    arguments: str
-
-
-class _ToolCall(msgspec.Struct):
-    id: str
-    type: Literal["function"]
-    function: _Function
-
-
-Forms = dict[str, type[msgspec.Struct]]
+_LINK: Any = form(url=str) | str | None
+_SOURCE: Any = msgspec.defstruct(
+    "Encoded", [("data", str)], tag_field="type", tag="base64"
+) | msgspec.defstruct("Linked", [("url", str)], tag_field="type", tag="url")
+_AUDIO: Any = form(data=str, format=str) | None
+_TOOL_CALL = form(id=str, type=Literal["function"], function=form(name=str, arguments=str))
 
 CHAT_PARTS: Forms = {
-    "text": _Text,
-    "refusal": _Refusal,
-    "thinking": _Thinking,
-    "image_url": _ImageUrl,
-    "audio_url": _AudioUrl,
-    "video_url": _VideoUrl,
-    "input_audio": _InputAudio,
+    "text": form(text=str),
+    "refusal": form(refusal=str),
+    "thinking": form(thinking=str),
+    "image_url": form(image_url=_LINK),
+    "audio_url": form(audio_url=_LINK),
+    "video_url": form(video_url=_LINK),
+    "input_audio": form(input_audio=_AUDIO),
 }
 """Of chats, by the ``type`` of a part; of other types vLLM's errors are right."""
 ANTHROPIC_PARTS: Forms = {
-    "text": _Text,
-    "thinking": _Thinking,
-    "image": _Image,
-    "tool_use": _ToolUse,
-    "tool_result": _ToolResult,
+    "text": form(text=str),
+    "thinking": form(thinking=str),
+    "image": form(source=_SOURCE),
+    "tool_use": form(id=str, name=str, input=dict[str, Any]),
+    "tool_result": form(tool_use_id=str),
 }
 """Of ``/v1/messages``."""
 
 
 def check_parts(parts: list[Any], where: str, forms: Forms) -> None:
-    """
-    Args:
-        parts: of a message's ``content``.
-        where: its name, such as ``messages[0].content``.
-        forms: by the type of a part.
-
-    Raises:
-        BadRequest: one lacks what its type has; it is named with its place.
-    """
+    """Raises BadRequest if a part of ``where`` (``messages[0].content``) lacks its type's
+    fields."""
     for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in forms:
@@ -130,17 +65,14 @@ def check_parts(parts: list[Any], where: str, forms: Forms) -> None:
 
 
 def check_tool_calls(calls: list[Any], where: str) -> None:
-    """
-    Raises:
-        BadRequest: one has no id, or calls no function by a name with arguments.
-    """
+    """Raises BadRequest for a call without an id, a function's name or arguments."""
     for number, call in enumerate(calls):
-        _check(call, _ToolCall, f"{where}[{number}]", "")
+        _check(call, _TOOL_CALL, f"{where}[{number}]", "")
 
 
-def _check(value: Any, form: type[msgspec.Struct], where: str, within: str) -> None:
+def _check(value: Any, of: Form, where: str, within: str) -> None:
     try:
-        msgspec.convert(value, form)
+        msgspec.convert(value, of)
     except msgspec.ValidationError as error:
         found = _AT.match(str(error))
         assert found is not None

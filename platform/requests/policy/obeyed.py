@@ -1,8 +1,8 @@
 """What a request asks for is obeyed or refused, and each field has one reading.
 
-vLLM ignores fields that it does not know, and makes the number 16 of "+16", 16.0 and "1_6". Here a
-field that would change the answer and is not obeyed is refused, and a whole number is a whole
-number of JSON, so that what is counted is what is computed. Fields without effect are ignored.
+vLLM ignores unknown fields, and reads "+16", 16.0 and "1_6" as 16. Here a field that would change
+the answer and is not obeyed is refused, and whole numbers are JSON's, so that what is counted is
+what is computed. Fields without effect are ignored.
 """
 
 from __future__ import annotations
@@ -94,11 +94,10 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 def check_obeyed(
     path: str, fields: Mapping[str, Any], texts: Mapping[str, bytes] | None = None
 ) -> None:
-    """Check a request to one of vLLM's endpoints; ``texts`` are fields that were left as JSON.
+    """Check a request to one of vLLM's endpoints; ``texts`` are fields left as JSON.
 
-    Raises:
-        BadRequest: a field would change the answer and is not obeyed, or a number or a switch is
-            written as something else.
+    Raises BadRequest for a field that would change the answer and is not obeyed, and for a number
+    or switch written as something else.
     """
     if path not in PASSED_ON:
         return

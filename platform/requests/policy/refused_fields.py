@@ -1,7 +1,7 @@
-"""Fields that other servers and other versions obey, and nothing here: what to send instead.
+"""Fields that other servers and versions obey and this one does not: what to send instead.
 
-They would change the answer, so a request that sets one is refused instead of answered as if it had
-not. ``docs/requests.md`` has the table.
+They would change the answer, so a request that sets one is refused. ``docs/requests.md`` has the
+table.
 """
 
 from __future__ import annotations
@@ -25,14 +25,8 @@ OFF: tuple[Any, ...] = (False, 0, "")
 
 @dataclass(frozen=True, slots=True)
 class RefusedField:
-    """A field that is refused, unless its value asks for nothing.
-
-    Attributes:
-        instead: What to send in its place, or where it is obeyed; completes "field: …".
-        off: Values beside null, [] and {} that ask for nothing.
-    """
-
     instead: str
+    """What to send in its place, or where it is obeyed; completes "field: …"."""
     off: tuple[Any, ...] = OFF
 
     def is_off(self, value: Any) -> bool:
@@ -44,153 +38,125 @@ class RefusedField:
         )
 
 
-_TOOLS = "describe the functions in tools, and choose with tool_choice"
-_STATELESS = "nothing is kept between requests: send the whole conversation"
-_SAMPLERS = "vLLM has no such sampler; temperature, top_p, top_k, min_p and the penalties are here"
 _TEMPLATE = "chat_template_kwargs has what a model's template knows, such as enable_thinking"
-_ONE_ANSWER = "n asks for several answers, all of which come back"
-_LENGTH = "the bound of an answer is max_tokens (/v1/responses: max_output_tokens)"
-_SEARCH = "nobody searches the web here; describe a function in tools, and run it yourself"
 _PREFIX = "write the prefix that the model's card asks for into the text"
 
+# Names by what to send instead, as the table in docs/requests.md.
+_INSTEAD = {
+    "use structured_outputs.json": "guided_json",
+    "use structured_outputs.regex": "guided_regex regex",
+    "use structured_outputs.choice": "guided_choice",
+    "use structured_outputs.grammar": "guided_grammar grammar ebnf",
+    "use structured_outputs.json_object": "guided_json_object",
+    "the operator sets the backend; leave it out": "guided_decoding_backend",
+    "use structured_outputs.disable_fallback": "guided_decoding_disable_fallback",
+    "use structured_outputs.disable_any_whitespace": "guided_decoding_disable_any_whitespace",
+    "use structured_outputs.disable_additional_properties": (
+        "guided_decoding_disable_additional_properties"
+    ),
+    "use structured_outputs.whitespace_pattern": "guided_whitespace_pattern",
+    "use structured_outputs.structural_tag": "structural_tag",
+    "n asks for several answers, all of which come back": "best_of",
+    "clients bring no code; logit_bias and bad_words are here": (
+        "logits_processors logit_processors"
+    ),
+    "describe the functions in tools, and choose with tool_choice": "functions function_call",
+    "nothing is kept between requests: send the whole conversation, with store: false": "store",
+    "nothing is kept between requests: send the whole conversation": (
+        "previous_response_id previous_input_messages conversation context"
+    ),
+    "send as much of the conversation as the model shall see": "context_management",
+    "a batch (/v1/batches) is computed in the background": "background",
+    "models answer in text; leave it out": "modalities audio",
+    "nobody searches the web here; describe a function in tools, and run it yourself": """
+        web_search_options enable_search search_domain_filter search_recency_filter plugins
+        connectors
+    """,
+    "ask for it in the prompt": "verbosity",
+    "nobody moderates here; leave it out": "moderation",
+    "use output_config.format": "output_format",
+    "nobody calls servers here; describe their functions in tools": "mcp_servers",
+    "nothing runs code here; describe a function in tools": "container",
+    "use chat_template_kwargs.enable_thinking": "enable_thinking",
+    _TEMPLATE: "thinking prompt_mode",
+    "use thinking_token_budget": "thinking_budget",
+    "use seed": "random_seed",
+    "write it into the system message": "safe_prompt",
+    "model names one model, or an alias of several": "models",
+    "use truncate_prompt_tokens": "transforms n_keep",
+    "vLLM has no such sampler; temperature, top_p, top_k, min_p and the penalties are here": """
+        top_a min_keep samplers mirostat mirostat_mode mirostat_tau mirostat_eta typical_p
+        tfs_z top_n_sigma xtc_probability xtc_threshold dynatemp_range dynatemp_exponent
+        dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
+        adaptive_target guidance_scale penalty_alpha epsilon_cutoff eta_cutoff
+        smoothing_factor
+    """,
+    "use response_format (/v1/responses: text.format)": "format",
+    "its entries are fields of the request, num_predict as max_tokens": "options",
+    f"{_TEMPLATE}; reasoning_effort is here": "think",
+    "chat_template is vLLM's, where the operator trusts clients with it": "template",
+    "/v1/completions takes a prompt as it is": "raw",
+    "send them as image_url in a message's content": "images",
+    "the model has its context; truncate_prompt_tokens cuts prompts": "num_ctx",
+    "the bound of an answer is max_tokens (/v1/responses: max_output_tokens)": (
+        "num_predict n_predict max_new_tokens max_length"
+    ),
+    "use response_format, or structured_outputs.json": "json_schema",
+    "use logprobs": "n_probs top_n_tokens",
+    "use repetition_penalty": "repeat_penalty encoder_repetition_penalty",
+    "repetition_penalty looks at the whole text": "repeat_last_n",
+    "use logit_bias": "penalize_nl",
+    "repetition_penalty looks at the prompt and the answer": "penalty_prompt",
+    "model names an adapter": "lora lora_path",
+    "write it into the prompt": "input_prefix input_suffix input_extra",
+    "include_reasoning says whether it comes back": "reasoning_format separate_reasoning",
+    "use messages, or prompt of /v1/completions": "inputs",
+    "its entries are fields of the request": "parameters sampling_params",
+    "use min_tokens": "min_new_tokens min_length",
+    "temperature 0 is greedy, and above it samples": "do_sample",
+    "use_beam_search with n is here": "num_beams",
+    "use n": "num_return_sequences",
+    "use echo": "return_full_text",
+    "use repetition_penalty or repetition_detection": "no_repeat_ngram_size",
+    "use length_penalty": "early_stopping",
+    "use stop_token_ids": "eos_token_id",
+    "use stop": "stopping_strings stop_strings stop_regex",
+    "nothing marks answers here; leave it out": "watermark",
+    "use prompt_logprobs": "decoder_input_details",
+    "it is an entry of messages": "message",
+    "its entries are messages": "chat_history",
+    "it is a message of the role system": "preamble",
+    "use top_p": "p",
+    "use top_k": "k",
+    "use include_stop_str_in_output": "no_stop_trim",
+    "clients bring no code; logit_bias is here": "custom_logit_processor",
+    "no endpoint of text has them; leave it out": "return_hidden_states",
+}
+# Values beside null, [] and {} that ask for nothing, where they are others than OFF.
+_OWN_OFF: tuple[tuple[tuple[Any, ...], str], ...] = (
+    (
+        (1,),
+        """
+        best_of repeat_penalty typical_p tfs_z dynatemp_exponent num_beams
+        num_return_sequences encoder_repetition_penalty guidance_scale
+    """,
+    ),
+    (("none",), "function_call"),
+    ((False,), "store background"),
+    ((["text"],), "modalities"),
+    (("medium",), "verbosity"),
+    ((), "enable_thinking random_seed think repeat_last_n inputs eos_token_id"),
+    (("",), "format"),
+    ((-1,), "num_predict n_predict top_n_sigma adaptive_target"),
+    (("auto",), "reasoning_format"),
+    ((True,), "do_sample separate_reasoning"),
+)
+_OFF_OF = {name: off for off, names in _OWN_OFF for name in names.split()}
+
 REFUSED: Mapping[str, RefusedField] = {
-    # Earlier versions of vLLM.
-    "guided_json": RefusedField("use structured_outputs.json"),
-    "guided_regex": RefusedField("use structured_outputs.regex"),
-    "guided_choice": RefusedField("use structured_outputs.choice"),
-    "guided_grammar": RefusedField("use structured_outputs.grammar"),
-    "guided_json_object": RefusedField("use structured_outputs.json_object"),
-    "guided_decoding_backend": RefusedField("the operator sets the backend; leave it out"),
-    "guided_decoding_disable_fallback": RefusedField("use structured_outputs.disable_fallback"),
-    "guided_decoding_disable_any_whitespace": RefusedField(
-        "use structured_outputs.disable_any_whitespace"
-    ),
-    "guided_decoding_disable_additional_properties": RefusedField(
-        "use structured_outputs.disable_additional_properties"
-    ),
-    "guided_whitespace_pattern": RefusedField("use structured_outputs.whitespace_pattern"),
-    "structural_tag": RefusedField("use structured_outputs.structural_tag"),
-    "best_of": RefusedField(_ONE_ANSWER, (1,)),
-    "logits_processors": RefusedField("clients bring no code; logit_bias and bad_words are here"),
-    "logit_processors": RefusedField("clients bring no code; logit_bias and bad_words are here"),
-    # OpenAI.
-    "functions": RefusedField(_TOOLS),
-    "function_call": RefusedField(_TOOLS, ("none",)),
-    "store": RefusedField(f"{_STATELESS}, with store: false", (False,)),
-    "previous_response_id": RefusedField(_STATELESS),
-    "previous_input_messages": RefusedField(_STATELESS),
-    "conversation": RefusedField(_STATELESS),
-    "context_management": RefusedField("send as much of the conversation as the model shall see"),
-    "background": RefusedField("a batch (/v1/batches) is computed in the background", (False,)),
-    "modalities": RefusedField("models answer in text; leave it out", (["text"],)),
-    "audio": RefusedField("models answer in text; leave it out"),
-    "web_search_options": RefusedField(_SEARCH),
-    "verbosity": RefusedField("ask for it in the prompt", ("medium",)),
-    "moderation": RefusedField("nobody moderates here; leave it out"),
-    # Anthropic.
-    "output_format": RefusedField("use output_config.format"),
-    "mcp_servers": RefusedField("nobody calls servers here; describe their functions in tools"),
-    "container": RefusedField("nothing runs code here; describe a function in tools"),
-    # Hosts of models: DashScope, DeepSeek, Mistral, OpenRouter, Perplexity.
-    "enable_thinking": RefusedField("use chat_template_kwargs.enable_thinking", ()),
-    "thinking": RefusedField(_TEMPLATE),
-    "thinking_budget": RefusedField("use thinking_token_budget"),
-    "enable_search": RefusedField(_SEARCH),
-    "search_domain_filter": RefusedField(_SEARCH),
-    "search_recency_filter": RefusedField(_SEARCH),
-    "random_seed": RefusedField("use seed", ()),
-    "safe_prompt": RefusedField("write it into the system message"),
-    "prompt_mode": RefusedField(_TEMPLATE),
-    "models": RefusedField("model names one model, or an alias of several"),
-    "transforms": RefusedField("use truncate_prompt_tokens"),
-    "plugins": RefusedField(_SEARCH),
-    "top_a": RefusedField(_SAMPLERS),
-    # Ollama.
-    "format": RefusedField("use response_format (/v1/responses: text.format)", ("",)),
-    "options": RefusedField("its entries are fields of the request, num_predict as max_tokens"),
-    "think": RefusedField(f"{_TEMPLATE}; reasoning_effort is here", ()),
-    "template": RefusedField("chat_template is vLLM's, where the operator trusts clients with it"),
-    "raw": RefusedField("/v1/completions takes a prompt as it is"),
-    "context": RefusedField(_STATELESS),
-    "images": RefusedField("send them as image_url in a message's content"),
-    "num_ctx": RefusedField("the model has its context; truncate_prompt_tokens cuts prompts"),
-    "num_predict": RefusedField(_LENGTH, (-1,)),
-    # llama.cpp.
-    "grammar": RefusedField("use structured_outputs.grammar"),
-    "json_schema": RefusedField("use response_format, or structured_outputs.json"),
-    "n_predict": RefusedField(_LENGTH, (-1,)),
-    "n_probs": RefusedField("use logprobs"),
-    "n_keep": RefusedField("use truncate_prompt_tokens"),
-    "min_keep": RefusedField(_SAMPLERS),
-    "samplers": RefusedField(_SAMPLERS),
-    "repeat_penalty": RefusedField("use repetition_penalty", (1,)),
-    "repeat_last_n": RefusedField("repetition_penalty looks at the whole text", ()),
-    "penalize_nl": RefusedField("use logit_bias"),
-    "penalty_prompt": RefusedField("repetition_penalty looks at the prompt and the answer"),
-    "mirostat": RefusedField(_SAMPLERS),
-    "mirostat_mode": RefusedField(_SAMPLERS),
-    "mirostat_tau": RefusedField(_SAMPLERS),
-    "mirostat_eta": RefusedField(_SAMPLERS),
-    "typical_p": RefusedField(_SAMPLERS, (1,)),
-    "tfs_z": RefusedField(_SAMPLERS, (1,)),
-    "top_n_sigma": RefusedField(_SAMPLERS, (-1,)),
-    "xtc_probability": RefusedField(_SAMPLERS),
-    "xtc_threshold": RefusedField(_SAMPLERS),
-    "dynatemp_range": RefusedField(_SAMPLERS),
-    "dynatemp_exponent": RefusedField(_SAMPLERS, (1,)),
-    "dry_multiplier": RefusedField(_SAMPLERS),
-    "dry_base": RefusedField(_SAMPLERS),
-    "dry_allowed_length": RefusedField(_SAMPLERS),
-    "dry_penalty_last_n": RefusedField(_SAMPLERS),
-    "dry_sequence_breakers": RefusedField(_SAMPLERS),
-    "adaptive_target": RefusedField(_SAMPLERS, (-1,)),
-    "lora": RefusedField("model names an adapter"),
-    "input_prefix": RefusedField("write it into the prompt"),
-    "input_suffix": RefusedField("write it into the prompt"),
-    "input_extra": RefusedField("write it into the prompt"),
-    "reasoning_format": RefusedField("include_reasoning says whether it comes back", ("auto",)),
-    # TGI, Transformers.
-    "inputs": RefusedField("use messages, or prompt of /v1/completions", ()),
-    "parameters": RefusedField("its entries are fields of the request"),
-    "max_new_tokens": RefusedField(_LENGTH),
-    "min_new_tokens": RefusedField("use min_tokens"),
-    "max_length": RefusedField(_LENGTH),
-    "min_length": RefusedField("use min_tokens"),
-    "do_sample": RefusedField("temperature 0 is greedy, and above it samples", (True,)),
-    "num_beams": RefusedField("use_beam_search with n is here", (1,)),
-    "num_return_sequences": RefusedField("use n", (1,)),
-    "return_full_text": RefusedField("use echo"),
-    "no_repeat_ngram_size": RefusedField("use repetition_penalty or repetition_detection"),
-    "encoder_repetition_penalty": RefusedField("use repetition_penalty", (1,)),
-    "guidance_scale": RefusedField(_SAMPLERS, (1,)),
-    "penalty_alpha": RefusedField(_SAMPLERS),
-    "epsilon_cutoff": RefusedField(_SAMPLERS),
-    "eta_cutoff": RefusedField(_SAMPLERS),
-    "smoothing_factor": RefusedField(_SAMPLERS),
-    "early_stopping": RefusedField("use length_penalty"),
-    "eos_token_id": RefusedField("use stop_token_ids", ()),
-    "stopping_strings": RefusedField("use stop"),
-    "stop_strings": RefusedField("use stop"),
-    "top_n_tokens": RefusedField("use logprobs"),
-    "watermark": RefusedField("nothing marks answers here; leave it out"),
-    "decoder_input_details": RefusedField("use prompt_logprobs"),
-    # Cohere.
-    "message": RefusedField("it is an entry of messages"),
-    "chat_history": RefusedField("its entries are messages"),
-    "preamble": RefusedField("it is a message of the role system"),
-    "connectors": RefusedField(_SEARCH),
-    "p": RefusedField("use top_p"),
-    "k": RefusedField("use top_k"),
-    # SGLang, LMDeploy.
-    "regex": RefusedField("use structured_outputs.regex"),
-    "ebnf": RefusedField("use structured_outputs.grammar"),
-    "stop_regex": RefusedField("use stop"),
-    "no_stop_trim": RefusedField("use include_stop_str_in_output"),
-    "separate_reasoning": RefusedField("include_reasoning says whether it comes back", (True,)),
-    "lora_path": RefusedField("model names an adapter"),
-    "custom_logit_processor": RefusedField("clients bring no code; logit_bias is here"),
-    "return_hidden_states": RefusedField("no endpoint of text has them; leave it out"),
-    "sampling_params": RefusedField("its entries are fields of the request"),
+    name: RefusedField(instead, _OFF_OF.get(name, OFF))
+    for instead, names in _INSTEAD.items()
+    for name in names.split()
 }
 """Of endpoints that generate text."""
 

@@ -30,7 +30,7 @@ class StartCandidate:
 
 @dataclass(frozen=True, slots=True)
 class StartChoice:
-    """Candidates that start, by their places in the given sequence."""
+    """Candidates that start, by their places in the given sequence; whether these are prompts."""
 
     chosen: tuple[int, ...]
     prefill: bool
@@ -61,18 +61,15 @@ def never_computed_twice(
 ) -> tuple[int, ...]:
     """Choose the candidates that may start such that swap space takes whatever must leave memory.
 
-    Swapped requests may always come back. No other overtakes one that may not start.
+    Swapped requests may always come back. No other overtakes one that may not start. Returns places
+    among the candidates.
 
     Args:
-        candidates: In the order of their priority. The rest is not looked at when nothing but
-            swapped ones may start any more, and all of those have been seen.
+        candidates: In the order of their priority, read as far as needed.
         swapped: How many candidates are swapped out.
         held: Blocks that each started request, swapped ones too, may come to hold.
         blocks: Blocks of the engine's memory.
         swap_blocks: Blocks of swap space.
-
-    Returns:
-        Their places among the candidates.
     """
     room = blocks + swap_blocks - sum(held)
     chosen: list[int] = []

@@ -48,15 +48,10 @@ def peak_tokens(requests: Iterable[Growing], block_tokens: int) -> int:
 def fitting(
     candidates: Iterable[Growing], running: Sequence[Growing], room_tokens: int, block_tokens: int
 ) -> int:
-    """Count the candidates that may start, from the first on.
+    """Count the candidates that may start, from the first on, in the order of their priority.
 
-    One that is alone always may, and none overtakes one that may not.
-
-    Args:
-        candidates: In the order of their priority.
-        running: All requests that hold memory.
-        room_tokens: Tokens of KV that are free, that ``running`` hold, and that swap space takes.
-        block_tokens: Tokens in a block.
+    One that is alone always may, and none overtakes one that may not. ``running`` are all requests
+    that hold memory, ``room_tokens`` those that are free, held by them, or taken by swap space.
     """
     started = list(running)
     for number, candidate in enumerate(candidates):
@@ -69,14 +64,11 @@ def fitting(
 
 @dataclass(slots=True)
 class PastAnswers:
-    """Lengths of an engine's latest answers."""
-
     _latest: deque[int] = field(default_factory=deque)
     _sorted: list[int] = field(default_factory=list)
     _sums: list[int] = field(default_factory=list)
 
     def note(self, tokens: int) -> None:
-        """Add the length of an answer that has ended."""
         self._latest.append(tokens)
         insort(self._sorted, tokens)
         if len(self._latest) > _MOST:

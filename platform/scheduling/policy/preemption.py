@@ -1,12 +1,13 @@
 """Preemption modes, which decide what happens to a preempted request's KV: policies by name.
 
 The queue's order says which request leaves (:mod:`loomserve.platform.scheduling.policy.queue`): the
-one of the lowest priority, until the next step fits (AdaptiveLLM, algorithm 1).
+one of the lowest priority, until the next step fits (AdaptiveLLM, algorithm 1). Requests that go on
+with another engine are chosen by :func:`leaving`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -22,10 +23,8 @@ class PreemptionMode(StrEnum):
 class Victim:
     """The request of the lowest priority, which is to be preempted.
 
-    Attributes:
-        swap_bytes: Bytes that its KV takes in swap space.
-        swap_s: Predicted seconds to copy it out and in again.
-        recompute_s: Predicted seconds to compute it again.
+    ``swap_s`` are predicted seconds to copy its ``swap_bytes`` out and in again, ``recompute_s``
+    those to compute it again.
     """
 
     swap_bytes: int
@@ -54,8 +53,33 @@ def recompute(victim: Victim, free_bytes: int) -> PreemptionMode:
     return PreemptionMode.RECOMPUTE
 
 
-PREEMPTIONS: Mapping[str, Preemption] = {
-    "adaptive": adaptive,
-    "swap": swap,
-    "recompute": recompute,
-}
+PREEMPTIONS: Mapping[str, Preemption] = {"adaptive": adaptive, "swap": swap, "recompute": recompute}
+
+
+@dataclass(frozen=True, slots=True)
+class StayingRequest:
+    """A request of an engine that could go on elsewhere."""
+
+    id: str
+    tokens: int
+    """Tokens of prompt and answer, whose KV it needs where it goes on."""
+    waits: bool
+    arrived_at: float
+
+
+def leaving(requests: Iterable[StayingRequest], most: int) -> list[str]:
+    """Choose at most so many requests to go on elsewhere, those first that lose least; their ids.
+
+    Waiting ones lose nothing: the newest go first, as they would be served last here. Then go
+    running ones with the fewest tokens to be loaded or computed again.
+    """
+    ordered = sorted(
+        requests,
+        key=lambda each: (
+            not each.waits,
+            -each.arrived_at if each.waits else each.tokens,
+            each.tokens,
+            each.id,
+        ),
+    )
+    return [each.id for each in ordered[: max(most, 0)]]

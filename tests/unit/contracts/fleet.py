@@ -70,7 +70,7 @@ def _config(folder: Path, port: int) -> dict[str, Any]:
             "port": port,
             "admin_token_hash": hash_key(ADMIN),
             "api_keys": [
-                {"name": "alice", "hash": hash_key(ALICE), "requests_per_minute": 600,
+                {"name": "alice", "hash": hash_key(ALICE), "requests_per_minute": 60_000,
                  "tokens_per_day": 1000000},
                 {"name": "bob", "hash": hash_key("sk-bob"), "models": ["chat"],
                  "expires_at": "2031-05-01T00:00:00Z", "max_concurrent": 2},

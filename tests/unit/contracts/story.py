@@ -157,7 +157,12 @@ def batches(whole: WholePlatform) -> Told:
 
 def seen_by_operators(whole: WholePlatform) -> Told:
     """All that the admin API shows."""
-    whole.ask("POST", "/v1/completions", {**_GREEDY, "prompt": "A loom", "max_tokens": 3})
+    for model in ("chat", "mail"):
+        asked = {"model": model, "temperature": 0, "prompt": "A loom", "max_tokens": 3}
+        whole.ask("POST", "/v1/completions", asked)
+    # Their replicas report it, and after two reports their rates are known.
+    within(30, lambda: '"pace": null' not in json.dumps(whole.admin("GET", "/state")))
+    within(30, lambda: "-core" not in json.dumps(whole.admin("GET", "/rebalancing")["body"]))
     whole.hear()
     told: Told = {}
     for path in (

@@ -15,7 +15,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models import dashboard as grafana
 
 from dashboards.__main__ import write
-from dashboards.panels import COLUMNS, Dashboard, Panel, Query, quantiles
+from dashboards.panels import COLUMNS, Dashboard, Panel, Query
 from dashboards.table import DASHBOARDS
 from tests.unit.dashboards.catalog import ROOT, catalog, filled, groups, problems
 
@@ -169,11 +169,3 @@ def test_a_row_is_as_high_as_its_highest_panel() -> None:
     page = Dashboard("x", "x", (panel("a", 4, 4), panel("b", 12, 8), panel("c", 12, 8)))
     places = [each["gridPos"] for each in page.json()["panels"]]
     assert [(each["x"], each["y"]) for each in places] == [(0, 0), (4, 0), (0, 8)]
-
-
-def test_quantiles_are_of_all_or_of_each() -> None:
-    assert [each.legend for each in quantiles("h", "")] == ["median", "95 %", "99 %"]
-    assert quantiles("h", "model")[1] == Query(
-        "histogram_quantile(0.95, sum by (model, le) (rate(h_bucket[$__rate_interval])))",
-        "{{model}} 95 %",
-    )

@@ -14,7 +14,7 @@ import pytest
 from ray.serve._private.common import ServeComponentType
 from ray.serve._private.logging_utils import configure_component_logger
 
-from loomserve.deployments.serve_logging import log_requests, serve_logging
+from loomserve.deployments.serve_options import log_requests, serve_logging
 from loomserve.platform.base.request_logs import LoggedRequest, logged_request
 from loomserve.platform.config import LogFormat
 

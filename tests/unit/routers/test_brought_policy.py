@@ -96,13 +96,20 @@ def test_a_process_finds_an_installed_policy_and_routes_by_it(tmp_path: Path) ->
     assert "load_aware | round_robin | power_of_two | prefix_aware | power_of_d" in described
 
 
-def test_what_cannot_be_imported_is_refused_and_what_there_is_is_not_replaced(
+def test_what_cannot_be_used_is_refused_and_what_there_is_is_not_replaced(
     tmp_path: Path,
 ) -> None:
-    folder = installed(tmp_path, lost="nowhere:Policy", load_aware="nowhere:Policy")
-    lost, own = printed(folder, 'print(refusal("lost"))\nprint(refusal("load_aware"))')
+    brought = {"lost": "nowhere:Policy", "broken": "broken:Policy", "odd": "json:loads"}
+    folder = installed(tmp_path, **brought, load_aware="nowhere:Policy")
+    (folder / "broken.py").write_text("1 +\n")
+    names = (*brought, "load_aware")
+    lost, broken, odd, own = printed(
+        folder, "\n".join(f'print((refusal("{name}") or "").splitlines()[:1])' for name in names)
+    )
     assert "models[0].router.policy: routing policy 'lost' cannot be imported: No module" in lost
-    assert own == "None"
+    assert "models[0].router.policy: routing policy 'broken' cannot be imported: " in broken
+    assert "routing policy 'odd' is no routing policy: json:loads is to name a subclass" in odd
+    assert own == "[]"
 
 
 @pytest.mark.parametrize("policy", POLICIES)

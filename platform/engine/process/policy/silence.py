@@ -14,13 +14,8 @@ _AT_REST = 0.05
 def counted_against(passed_s: float, computed_s: float, *, wants: bool) -> float:
     """Seconds of those passed that count against an engine that does not speak, or not step.
 
-    All of them if it sleeps. One that computes is slow, and one that waits for a core is on a busy
-    machine; but neither may last for ever.
-
-    Args:
-        passed_s: Seconds.
-        computed_s: Seconds that it has had on all cores meanwhile.
-        wants: Whether it waits for a core or a disk.
+    All of them if it sleeps. One that computes is slow, and one that ``wants`` a core or a disk is
+    on a busy machine; but neither may last for ever. ``computed_s`` it has had on all cores.
     """
     if not wants and computed_s < _AT_REST * passed_s:
         return passed_s
@@ -31,13 +26,9 @@ def counted_against(passed_s: float, computed_s: float, *, wants: bool) -> float
 def wedged(
     lasted_s: float, counted_s: float, limit_s: float = WEDGED_S, *, stopped: bool = False
 ) -> str | None:
-    """Why an engine that has taken no turn for so long has to be ended; None: it need not.
+    """Why an engine that has taken no turn for ``lasted_s`` has to be ended; None: it need not.
 
-    Args:
-        lasted_s: Seconds since it was asked for the turn.
-        counted_s: How many of them count (:func:`counted_against`).
-        limit_s: Of those that count.
-        stopped: Whether its process is stopped at this moment.
+    ``counted_s`` of them count (:func:`counted_against`), of which ``limit_s`` are allowed.
     """
     if counted_s <= limit_s:
         return None

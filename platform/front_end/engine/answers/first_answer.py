@@ -1,7 +1,7 @@
-"""A replica's first answer, to a request of the platform's own, before clients' requests get there.
+"""A new replica's first request, which is the platform's own and comes before clients' requests.
 
-It goes the way that they go: template, sampling defaults, tokenizer, the engine. What would refuse
-each of theirs is found out by one of ours, once for each engine that starts.
+It takes their path (template, sampling defaults, tokenizer, engine), so a fault that would fail
+every request is found once per engine start.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.plain_reason import plain_reason
 from loomserve.platform.fleet.messages import ModelRoute, ReplicaRoute
 from loomserve.platform.front_end.routing import RoutingContext, routing_context
-from loomserve.platform.http.direct_posts import own_post
+from loomserve.platform.http.asgi import own_post
 from loomserve.platform.http.engine_errors import model_failed
 from loomserve.platform.state import ModelStatus
 
@@ -35,8 +35,6 @@ Tell = Callable[[str, str], Awaitable[None]]
 
 
 class _Serving(Protocol):
-    """A model's front end."""
-
     tasks: tuple[str, ...]
 
     @property
@@ -48,19 +46,9 @@ class FirstAnswers:
     """Has each replica of a model answer once; all of it runs on one event loop."""
 
     def __init__(
-        self,
-        model: str,
-        serving: _Serving,
-        context_of: Callable[[str], RoutingContext],
-        tell: Tell,
+        self, model: str, serving: _Serving, context_of: Callable[[str], RoutingContext], tell: Tell
     ) -> None:
-        """
-        Args:
-            model: its name.
-            serving: its front end.
-            context_of: of a request to one replica alone, by its id.
-            tell: told of each replica once.
-        """
+        """``context_of``: of a request to one replica; ``tell`` is called once a replica."""
         self._model, self._serving = model, serving
         self._context_of, self._tell = context_of, tell
         self._answering: frozenset[str] = frozenset()
@@ -99,11 +87,7 @@ class FirstAnswers:
         return bool(self._answering) or (self._ever and not self._problems)
 
     async def until_some(self, timeout_s: float) -> None:
-        """Wait for the first replica that answers.
-
-        Raises:
-            Unavailable: none does, or none did in time.
-        """
+        """Wait for the first replica that answers; raises Unavailable if none does in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._decided.wait()
@@ -132,7 +116,7 @@ class FirstAnswers:
             try:
                 await self._tell(replica.address, problem)
                 return
-            except Exception as error:  # it is told until it has heard it, or is gone
+            except Exception as error:  # retried until the replica has heard it, or is gone
                 _log.warning("replica %s was not told: %r", replica.id, error)
                 await asyncio.sleep(_AGAIN_S)
 
@@ -153,10 +137,7 @@ class FirstAnswers:
 
 
 def questions_to(tasks: Sequence[str]) -> tuple[Question, ...]:
-    """What a model of these tasks is asked, until it has answered one; none: it cannot be.
-
-    ``tasks``: vLLM's names of them.
-    """
+    """Requests to try on a model with these vLLM tasks until one is answered, if any."""
     if "generate" in tasks:
         chat = {"messages": [{"role": "user", "content": _TEXT}], "max_tokens": 1}
         return (
@@ -178,14 +159,8 @@ async def first_problem(
 ) -> str:
     """Ask until one question is answered; why none is, or ``""``.
 
-    Args:
-        app: vLLM's, an ASGI application.
-        model: its name.
-        questions: to be asked in turn, a later one if the model has not the endpoint of the first.
-        context: of each request.
-
-    Raises:
-        RequestError: there is no answer, and it is not known why.
+    A later question is asked if the model lacks the endpoint of the one before. Raises RequestError
+    if there is no answer, and it is not known why.
     """
     problem = ""
     for path, fields in questions:
@@ -213,7 +188,6 @@ def _words(body: bytes) -> str:
 
 
 async def _asked(app: Any, path: str, fields: dict[str, Any]) -> tuple[int, bytes]:
-    """The status and body of an application's answer."""
     body = json.dumps(fields).encode()
     given: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
     status, answer = 500, bytearray()

@@ -81,7 +81,6 @@ class _Chunks:
 
     def __init__(self, chunks: AsyncGenerator[str, None]) -> None:
         self.failure: str | None = None
-        """The error's event."""
         self._chunks = chunks
         self._called = False
 

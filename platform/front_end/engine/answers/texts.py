@@ -23,12 +23,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.outputs import LogprobsLists
 
-from loomserve.platform.front_end.policy.prompt_end import (
-    UNFINISHED,
-    Decode,
-    PromptEnd,
-    prompt_end,
-)
+from loomserve.platform.front_end.policy.prompt_end import UNFINISHED, Decode, PromptEnd, prompt_end
 
 # Enough of an answer's end to show whether its last character is whole.
 _LAST_TOKENS = 4
@@ -66,10 +61,8 @@ class AnswerTexts(OutputProcessor):  # type: ignore[misc]
             state.logprobs_processor.begin_after(end, decode)
 
     def _echoes_half_a_character(self, prompt: str | None, tokens: Sequence[int]) -> bool:
-        """Whether the prompt's text, made of its tokens to be echoed, ends in a character.
-
-        A text that a client gave may well end with the character that stands for that.
-        """
+        """Whether the prompt's text, made from its tokens to be echoed, ends inside a character.
+        A text from the client may itself end with ``UNFINISHED``."""
         if prompt is None or not prompt.endswith(UNFINISHED):
             return False
         assert self.tokenizer is not None
@@ -143,7 +136,6 @@ class FastAnswer(_Answer, FastIncrementalDetokenizer):  # type: ignore[misc]
 
     @staticmethod
     def decoding(tokenizer: TokenizerLike, skip_special_tokens: bool) -> Decode:
-        """How vLLM makes text of tokens."""
         backend = tokenizer._tokenizer
         return lambda tokens: backend.decode(tokens, skip_special_tokens=skip_special_tokens)
 
@@ -164,7 +156,6 @@ class SlowAnswer(_Answer, SlowIncrementalDetokenizer):  # type: ignore[misc]
 
     @staticmethod
     def decoding(tokenizer: TokenizerLike, skip_special_tokens: bool) -> Decode:
-        """How vLLM makes text of tokens."""
         if tokenizer.is_fast or not tokenizer.get_added_vocab():
             return lambda tokens: tokenizer.convert_tokens_to_string(
                 _strings(tokenizer, tokens, skip_special_tokens)
@@ -183,7 +174,7 @@ def _strings(tokenizer: TokenizerLike, tokens: Sequence[int], skip_special: bool
 
 
 class AnswerLogprobs(LogprobsProcessor):  # type: ignore[misc]
-    """Whose tokens' texts make up the answer's text."""
+    """Log probabilities whose tokens' texts make up the answer's text."""
 
     _decode: Decode
     _before: PromptEnd
@@ -193,7 +184,6 @@ class AnswerLogprobs(LogprobsProcessor):  # type: ignore[misc]
     _of_answer = False
 
     def begin_after(self, end: PromptEnd, decode: Decode) -> None:
-        """Say what is before the first token."""
         self._before, self._decode, self._since = end, decode, []
 
     def _update_sample_logprobs(self, logprobs_lists: LogprobsLists) -> None:

@@ -1,6 +1,6 @@
-"""vLLM's endpoints of chats, which say truly whether tools were called, or that none can be.
+"""vLLM's chat endpoints, with true finish reasons, and an error where calls cannot be parsed.
 
-vLLM makes these objects itself; :func:`tell_tool_calls` makes them objects of the subclasses here.
+vLLM makes the serving objects; :func:`tell_tool_calls` changes their classes to those here.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Read = tuple[str, list[tuple[str, str]]]
 
 
 class _Chat(OpenAIServingChat):  # type: ignore[misc]
-    """Chats, of which vLLM's class says ``tool_calls`` of some that were cut off, and ``stop`` of
-    those that call the tool that was named."""
+    """Chats with true finish reasons: vLLM says ``tool_calls`` of some calls that were cut off,
+    and ``stop`` of calls of the named tool."""
 
     async def _create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         if _cannot_call(request, self.parser_cls):
@@ -59,7 +59,6 @@ class _Chat(OpenAIServingChat):  # type: ignore[misc]
         return told.chunks(of(request, told.noted(result_generator), *args, **kwargs))
 
     def _read_whole(self, request: Any, tokenizer: Any, kwargs: Any, text: str) -> Read:
-        """What an answer's whole text says."""
         template = {"chat_template_kwargs": kwargs.get("chat_template_kwargs")}
         parser = self.parser_cls(
             tokenizer, request.tools, model_config=self.model_config, **template
@@ -115,8 +114,7 @@ class _Responses(OpenAIServingResponses):  # type: ignore[misc]
 
 
 class _FirstCall:
-    """A parser that leaves out all calls of an answer but the first, as vLLM's chats do for
-    requests with ``parallel_tool_calls`` false."""
+    """A parser of an answer's first call alone, for ``parallel_tool_calls`` false."""
 
     def __init__(self, parser: Any) -> None:
         self._parser = parser
@@ -143,7 +141,7 @@ _CLASSES: dict[str, Callable[..., Any]] = {
 
 
 def tell_tool_calls(state: Any) -> None:
-    """Have the endpoints of vLLM's app, in its ``state``, be of the classes here."""
+    """Change the classes of vLLM's endpoints, in its app's ``state``, to those here."""
     for name, made in _CLASSES.items():
         serving = getattr(state, name, None)
         if serving is not None:
@@ -176,25 +174,17 @@ class _Answer:
     """One of a request's answers, as far as it has been streamed."""
 
     written: list[str] = field(default_factory=list)
-    """What the engine wrote."""
     told: bool = False
-    """Whether any of it has been told as content or reasoning."""
+    """Whether any of it has been sent as content or reasoning."""
     calls: dict[int, str] = field(default_factory=dict)
     """Arguments, by the number of a call."""
 
 
 class _ToldStream:
-    """A stream whose last chunk of each answer has the true reason, and what the parser left out.
-
-    Some of vLLM's parsers tell nothing of a call while it is streamed, or not all.
-    """
+    """A stream with true finish reasons, and with calls that vLLM's parser left out."""
 
     def __init__(self, request: Any, read: Callable[[str], Read], *, whole: bool) -> None:
-        """
-        Args:
-            read: Reads an answer's whole text.
-            whole: Calls are told at the end alone.
-        """
+        """``read`` parses an answer's whole text; ``whole``: calls are sent at the end only."""
         self._whole = whole
         self._single = request.n in {None, 1}
         self._most = 1 if request.parallel_tool_calls is False else None
@@ -218,12 +208,12 @@ class _ToldStream:
             yield f"{_DATA}{msgspec.json.encode(told).decode()}\n\n" if any(changed) else chunk
 
     def _is_more_text(self, chunk: str) -> bool:
-        """Whether a chunk, of which there is one for each token, tells nothing new."""
+        """Whether a chunk, of which there is one for each token, has nothing new."""
         known = self._single and self._answers[0].told
         return known and '"tool_calls":[{' not in chunk and '"finish_reason":"' not in chunk
 
     def _take(self, choice: dict[str, Any]) -> bool:
-        """Note what a chunk tells of an answer; returns whether it is to be told otherwise."""
+        """Note what a chunk says of an answer; whether the chunk was changed."""
         answer, delta = self._answers[choice["index"]], choice["delta"]
         dropped = self._whole and delta.pop("tool_calls", None) is not None
         answer.told |= bool(delta.get("content") or delta.get("reasoning"))
@@ -239,7 +229,7 @@ class _ToldStream:
         return True
 
     def _complete(self, answer: _Answer, delta: dict[str, Any]) -> None:
-        """Tell what has not been told of an answer that is whole."""
+        """Add to the last chunk what an answer that is whole has not sent yet."""
         cut = not all(map(is_whole, answer.calls.values()))
         if not cut and (answer.calls or answer.told):
             return

@@ -21,20 +21,12 @@ def borrower_caches(
 ) -> tuple[Caches, Rows]:
     """Return the key and value cache of each of the borrower's layers, and the rows of its blocks.
 
-    Args:
-        kv_caches: the lender's, one a layer, [blocks, kv_heads, block_size, 2 * head_size], evenly
-            spaced in memory.
-        first_block: the first of the lender's blocks that the borrower may use.
-        blocks: how many.
-        borrower: geometry of its attention.
-
-    Returns:
-        Two views a layer, of shape [rows, kv_heads, block_size, head_size], and the rows of them in
-        which the borrower's blocks are; the others are not the borrower's.
-
-    Raises:
-        ValueError: the lender's layers are not evenly spaced, and blocks lie abreast; or each of
-            its heads' blocks lie together, and a borrower's block has no place in one of its own.
+    ``kv_caches`` are the lender's, one a layer, [blocks, kv_heads, block_size, 2 * head_size],
+    evenly spaced in memory; the borrower has ``blocks`` of them from ``first_block`` on. The caches
+    returned are [rows, kv_heads, block_size, head_size]; rows that are none of the borrower's
+    blocks are not its own. ``ValueError`` if the lender's layers are not evenly spaced, and blocks
+    lie abreast; or each of its heads' blocks lie together, and a borrower's block has no place in
+    one of its own.
     """
     if heads_lie_apart(kv_caches[0]):
         return _by_head(kv_caches, range(first_block, first_block + blocks), borrower)
@@ -75,9 +67,8 @@ def heads_lie_apart(cache: torch.Tensor) -> bool:
 def keys_and_values(cache: torch.Tensor, geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views of a cache's keys and of its values, [blocks, kv_heads, block_size, head_size].
 
-    Args:
-        cache: [blocks, kv_heads, block_size, 2 * head_size]; heads are contiguous.
-        geometry: of its attention, whose ``isa`` says how a head's bytes are divided.
+    ``cache`` is [blocks, kv_heads, block_size, 2 * head_size]; ``geometry.isa`` says how a head's
+    bytes are divided.
     """
     if geometry.isa == GPU:
         key, value = cache.chunk(2, dim=3)
@@ -115,7 +106,6 @@ def _by_head(
 
 
 def _stride(kv_caches: Sequence[torch.Tensor]) -> int:
-    """Return the bytes from one layer to the next."""
     strides: set[int] = {
         after.data_ptr() - before.data_ptr() for before, after in pairwise(kv_caches)
     }

@@ -15,11 +15,7 @@ import torch
 
 
 class AddressSpace(Protocol):
-    """Memory of which only some pages are there.
-
-    Attributes:
-        page: Bytes of the least memory that can be given back by itself.
-    """
+    """Memory of which only some pages are there; no less than ``page`` bytes can be given back."""
 
     page: int
 
@@ -30,10 +26,8 @@ class AddressSpace(Protocol):
         """Have memory for all of ``rows``, a view of it, that has none."""
 
     def release(self, rows: torch.Tensor) -> None:
-        """Give back the memory of ``rows``, a view of it; what they hold is lost.
-
-        A page that holds anything else, too, stays.
-        """
+        """Give back the memory of ``rows``, a view of it; what they hold is lost. A page that holds
+        anything else, too, stays."""
 
 
 class MappedMemory:
@@ -42,14 +36,7 @@ class MappedMemory:
     page = mmap.PAGESIZE
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        """
-        Args:
-            nbytes: address space.
-            device: on which the engine computes.
-
-        Raises:
-            ValueError: it does not compute on the host's memory.
-        """
+        """``ValueError`` if the engine does not compute on the host's memory."""
         if device.type != "cpu":
             raise ValueError(f"KV memory that is lent is of the host, and this engine on {device}")
         self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -69,16 +56,12 @@ class MappedMemory:
 
 
 def view_as(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a view of these bytes with the type, shape, strides and offset of ``like``."""
     return whole.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
 
 
 def runs(rows: torch.Tensor) -> Iterator[tuple[int, int]]:
     """Yield the first byte, from the storage's begin, and the end of each run that lies together.
-
-    Args:
-        rows: a view whose elements do not overlap; its dimensions may be in any order.
-    """
+    Elements of ``rows`` do not overlap; its dimensions may be in any order."""
     together, apart = 1, []
     for step, size in sorted(zip(rows.stride(), rows.shape, strict=True)):
         if step == together or size == 1:

@@ -1,4 +1,4 @@
-"""KV memory of a device whose driver maps pages into addresses when it is told to."""
+"""KV memory of a device whose driver maps pages into addresses on demand."""
 
 from __future__ import annotations
 
@@ -12,18 +12,11 @@ from loomserve.platform.lending.engine.memory.mapped import runs, view_as
 
 
 class PagedMemory:
-    """Addresses for ``nbytes``, of which only those that are backed may be read or written.
-
-    Pages that are given back are kept for those that are backed later, so no one else takes them
-    before a shard comes home; what they held is there still.
-    """
+    """Addresses for ``nbytes``, of which only those that are backed may be read or written. Pages
+    that are given back are kept for those that are backed later, so no one else takes them before a
+    shard comes home; what they held is there still."""
 
     def __init__(self, nbytes: int, pages: Pages) -> None:
-        """
-        Args:
-            nbytes: address space.
-            pages: of the device.
-        """
         self.page = pages.page
         self._pages = pages
         self._backed: set[int] = set()

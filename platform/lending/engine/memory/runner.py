@@ -55,10 +55,8 @@ class HasSpareAddresses(ABC):
         return caches
 
     def _spaced(self, config: KVCacheConfig, layout: KVCacheLayout) -> KVCacheConfig:
-        """Return the configuration with all block numbers that its tensors have room for.
-
-        Where heads' blocks lie together there may be more, so that each head begins with a page.
-        """
+        """Return the configuration with all block numbers that its tensors have room for. Where
+        heads' blocks lie together there may be more, so that each head begins with a page."""
         spec = config.kv_cache_groups[0].kv_cache_spec
         numbers = config.kv_cache_tensors[0].layer_stride // spec.page_size_bytes
         spaced = numbers

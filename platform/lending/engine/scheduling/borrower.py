@@ -21,9 +21,8 @@ from loomserve.kvstore.engine.request_keys import hands_over
 from loomserve.platform.engine.scheduler_calls import WorkerCall
 from loomserve.platform.engine.scheduling.step_hooks import HookedScheduler, StepHooks
 from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
-from loomserve.platform.lending.engine.scheduling.loan import Loan
+from loomserve.platform.lending.engine.scheduling.loan import Loan, observe
 from loomserve.platform.lending.engine.scheduling.moves import RequestMoves
-from loomserve.platform.lending.engine.scheduling.observer import LoanObserver
 from loomserve.platform.lending.engine.scheduling.partition_use import PartitionUse
 from loomserve.platform.lending.engine.scheduling.placement import RequestPlacement
 from loomserve.platform.lending.engine.shards.migration import MigrationPhase, ShardMigration
@@ -70,8 +69,7 @@ class BorrowerHooks(StepHooks):
         self._workers: WorkerCall | None = None
         self._leaving: Request | None = None
         self._moves_requests = options.move and prefix_caching
-        heads = int(config.kv_cache_groups[0].kv_cache_spec.num_kv_heads)
-        self._observer = LoanObserver(self.loans, self.use, costs, heads)
+        self._kv_heads = int(config.kv_cache_groups[0].kv_cache_spec.num_kv_heads)
 
     # Loans
 
@@ -81,11 +79,8 @@ class BorrowerHooks(StepHooks):
         self.follow(loan)
 
     def drain(self, loan: Loan) -> bool:
-        """Start nothing there any more; returns whether nothing is left there.
-
-        Requests for which another partition has room move there at once. A shard that is there
-        comes home.
-        """
+        """Start nothing there any more; returns whether nothing is left there. Requests for which
+        another partition has room move there at once. A shard that is there comes home."""
         loan.open = False
         if loan.shard is not None:
             self.follow(loan)
@@ -145,7 +140,11 @@ class BorrowerHooks(StepHooks):
             if loan.ring.closed is not Closed.OPEN:
                 self._end_broken(loan)
         if scheduled_tokens:
-            self._observer.observe(time.perf_counter() - self._engine.step_began)
+            now = time.perf_counter()
+            step_s = now - self._engine.step_began
+            self._costs.saw_step(step_s)
+            for loan in self.loans.values():
+                observe(loan, self.use, self._costs, self._kv_heads, step_s, now)
 
     def in_own_memory(self, request: Request) -> bool:
         # The memory of a request that leaves may be given back before the step that would save it.
@@ -159,10 +158,8 @@ class BorrowerHooks(StepHooks):
 
     def _make_room(self) -> bool:
         """Move or preempt in each partition what its running requests' next blocks do not fit in.
-
         vLLM would preempt the last of all running requests, which may be of another partition.
-        Returns whether any was preempted.
-        """
+        Returns whether any was preempted."""
         preempted = False
         for partition in range(len(self.partitions.ranges)):
             while (missing := self.use.needed_on(partition) - self.use.free_on(partition)) > 0:
@@ -173,7 +170,6 @@ class BorrowerHooks(StepHooks):
         return preempted
 
     def _follow_shard(self, loan: Loan, shard: ShardMigration) -> None:
-        """Move it, or let it come home; use as many more blocks as the lender has room for."""
         granted = loan.ring.claim()
         if not loan.open:
             shard.come_home(HomeReason.REQUESTED)
@@ -193,7 +189,7 @@ class BorrowerHooks(StepHooks):
         """Move requests that hold any of these blocks to others of own memory, or preempt them."""
         for request in self.use.holders(gone):
             if not self.moves.move(
-                request, OWN, lambda pairs: self._call("copy_in_shard", loan.partition, pairs)
+                request, OWN, lambda pairs: self._call("shard", "copy", loan.partition, pairs)
             ):
                 self._leaving = request
                 self._preempt(request)
@@ -211,10 +207,8 @@ class BorrowerHooks(StepHooks):
         shard.lose()
 
     def _resize(self, loan: Loan, usable: int, *, drop_output: bool = False) -> None:
-        """Let the first ``usable`` blocks of the loan be used, and no others.
-
-        ``drop_output``: of a step in flight nothing of these requests is right.
-        """
+        """Let the first ``usable`` blocks of the loan be used, and no others. ``drop_output``: of a
+        step in flight nothing of these requests is right."""
         first = loan.blocks.start
         if usable < loan.usable:
             gone = range(first + usable, loan.blocks.stop)
@@ -232,9 +226,7 @@ class BorrowerHooks(StepHooks):
 
     def _move_from(self, partition: int, requests: Sequence[Request], missing_blocks: int) -> bool:
         """Move one of the requests, which are in the order in which they would be preempted.
-
-        Returns whether one was moved, and so none need be preempted.
-        """
+        Returns whether one was moved, and so none need be preempted."""
         if not self._moves_requests or not self.loans or self._shard_is_away:
             return False
         # What passes through the KV store is copied from and to this engine's memory.

@@ -12,37 +12,25 @@ from loomserve.platform.lending.engine.scheduling.borrower import BorrowerHooks
 from loomserve.platform.lending.engine.scheduling.lender import LenderHooks, Lent
 from loomserve.platform.lending.engine.scheduling.loan import Loan
 from loomserve.platform.lending.engine.shards.migration import ShardMigration
-from loomserve.platform.lending.loan_calls import LoanCalls
-from loomserve.platform.lending.messages import (
-    BorrowerReport,
-    LentReport,
-    LoanReport,
-    ShardReport,
-    SlicingReport,
-)
+from loomserve.platform.lending.messages import BorrowerReport, LentReport, LoanReport, ShardReport
 from loomserve.platform.lending.policy.layout import Layout
 from loomserve.platform.lending.policy.limits import LoanLimit, Rules, first
-from loomserve.platform.lending.policy.slicing import SlicingPlan
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.ring import Ring
 from loomserve.platform.state.lending_options import LendingOptions, ShardSpec
 
 _PROBE_BLOCKS = 8
-"""Of context, with which a lender that nothing is known of is tried."""
+"""Blocks of context with which an unknown lender is tried."""
 
 
-class EngineLoanCalls(LoanCalls):
-    """One call's answer by an engine, which lends or borrows at a time but not both.
+class EngineLoanCalls:
+    """Calls of a replica to its engine that open, change, show and end loans.
 
-    Args:
-        borrower: the engine's loans from others.
-        lender: its loans to others.
-        block_size: tokens a KV block.
-        block_bytes: bytes a KV block, of all layers of one rank.
-        stall_s: a lender that takes longer for a task is too slow.
-        prefix_caching: whether the engine has it.
-        workers: calls a method of the engine's worker.
+    They cross vLLM's RPC by these names, between two steps, with what they take and return as JSON;
+    classes of :mod:`loomserve.platform.lending.messages` give it types. ``ValueError`` refuses a
+    call. An engine lends or borrows at a time, but not both. A lender that takes longer than
+    ``stall_s`` for a task is too slow.
     """
 
     def __init__(
@@ -70,6 +58,8 @@ class EngineLoanCalls(LoanCalls):
         return dict(self._workers("borrowing", shard))
 
     def borrow(self, name: str, path: str, shard: ShardSpec | None = None) -> int:
+        """Use a loan whose lender has made the task ring at ``path``; returns its partition. A
+        shard moves there while steps run; without one, whole requests start there."""
         partition = self._free_partition(shard)
         ring = Ring.attach(Path(path))
         migration = None
@@ -86,17 +76,21 @@ class EngineLoanCalls(LoanCalls):
         return partition
 
     def limit_loan(self, partition: int, most_bytes: int | None) -> None:
+        """Use at most ``most_bytes`` of a loan; None: all that the lender grants. What lies beyond
+        moves where there is room, or is computed again."""
         loan = self._borrower.loans.get(partition)
         if loan is not None:  # else it has just ended by itself
             loan.most = None if most_bytes is None else most_bytes // self._block_bytes
             self._borrower.follow(loan)
 
     def drain_loan(self, partition: int) -> bool:
+        """Start no request there any more; returns whether nothing is left there."""
         loan = self._borrower.loans.get(partition)
         # One that is not there has just ended by itself.
         return loan is None or self._borrower.drain(loan)
 
     def end_loan(self, partition: int) -> None:
+        """Compute elsewhere what is left there, and forget the loan, whatever its state."""
         loan = self._borrower.loans.get(partition)
         if loan is not None:
             self._borrower.end(loan)
@@ -136,7 +130,7 @@ class EngineLoanCalls(LoanCalls):
     def _begin_migration(
         self, partition: int, path: str, ring: Ring, shard: ShardSpec
     ) -> ShardMigration:
-        room = self._workers("begin_shard", partition, path, shard)
+        room = self._workers("shard", "begin", partition, path, shard)
         size = ring.geometry.layers * ring.geometry.layer_block_bytes
         pool, partitions = self._borrower.use.pool, self._borrower.partitions
         return ShardMigration(pool, partitions, partition, room, size, self._workers)
@@ -172,6 +166,8 @@ class EngineLoanCalls(LoanCalls):
     # Of a lender
 
     def lend(self, name: str, path: str, borrower: dict[str, Any]) -> int:
+        """Make a task ring, and lend as much as the borrower asks or as there is left; returns how
+        many of the borrower's blocks may come to lie there."""
         if self._borrower.loans:
             raise ValueError("it borrows just now, and its borrowers would wait for its own lender")
         geometry = Geometry.from_json(borrower["geometry"])
@@ -189,14 +185,17 @@ class EngineLoanCalls(LoanCalls):
         return places
 
     def end_lending(self, name: str) -> None:
+        """Take everything back at once; the borrower computes elsewhere what it had here."""
         lent = self._lender.lent.get(name)
         if lent is not None:
             self._lender.end(lent, self._workers)
 
     def on_idle(self) -> None:
+        """Lend more while the engine has no requests, and so does not schedule."""
         self._lender.on_idle()
 
     def look_for_tasks(self, polling: str) -> dict[str, Any]:
+        """Look for tasks as ``lending.polling`` says; returns how operators are sliced."""
         self._lender.plans = self._workers("look_for_tasks", polling)
         return self._lender.plans
 
@@ -211,17 +210,9 @@ class EngineLoanCalls(LoanCalls):
             most_blocks=len(lent.blocks),
             taken_back_blocks=lent.taken_back,
             closed=lent.ring.closed.name,
-            slicing={k: _slicing(SlicingPlan(**plan)) for k, plan in self._lender.plans.items()},
+            slicing=self._lender.plans,
             polled=stats.polled,
             idled=stats.idled,
             service_ns=stats.service_ns,
             pickup_ns=stats.pickup_ns,
         )
-
-
-def _slicing(plan: SlicingPlan) -> SlicingReport:
-    return SlicingReport(
-        slices=dict(plan.slices),
-        wait_before_s=plan.wait_before_s,
-        wait_after_s=plan.wait_after_s,
-    )

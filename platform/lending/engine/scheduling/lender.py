@@ -33,7 +33,7 @@ GIVE_BACK_S = 1.0
 
 @dataclass
 class Lent:
-    """Loan to one borrower: it shall have the first ``target`` of ``blocks``, and has ``held``."""
+    """Loan to one borrower: it has the first ``held`` of ``blocks``, and is to have ``target``."""
 
     name: str
     ring: LentRing
@@ -76,26 +76,20 @@ class LenderHooks(StepHooks):
         self._forget_borrowers()
 
     def _forget_borrowers(self) -> None:
-        """Begin anew: what was learnt of borrowers that have left says nothing of the next."""
+        """Start over: what was learnt of borrowers that have left says nothing of the next."""
         self._served_time = ServedTime()
         self._tasks = 0
         most = self._lendable_blocks * self._engine.costs.block_size
         rules = Rules(
-            most_tokens=most,
-            step_tokens=max(1, most // 8),
-            tpot_ratio=self._options.tpot_budget,
+            most_tokens=most, step_tokens=max(1, most // 8), tpot_ratio=self._options.tpot_budget
         )
         self._limit = LoanLimit(rules, LoanPhase.OPEN, most, 0.0, 0.0)
 
     # Loans
 
     def room_for(self, borrower: Layout, wanted: int) -> tuple[range, int]:
-        """Own blocks that may be lent next, and how many of the borrower's blocks they hold.
-
-        Args:
-            borrower: layout of its blocks.
-            wanted: blocks that it asks for.
-        """
+        """Own blocks that may be lent next to a borrower that asks for ``wanted`` blocks, and how
+        many of its blocks they hold."""
         first = min((lent.blocks.start for lent in self.lent.values()), default=self._own_end)
         left = self._lendable_blocks - (self._own_end - first)
         count = min(left, lender_blocks(self._layout, borrower, wanted))
@@ -103,7 +97,6 @@ class LenderHooks(StepHooks):
         return range(first - count, first), places
 
     def prepare(self, workers: WorkerCall) -> None:
-        """Get ready for a loan that is about to be opened."""
         self._workers = workers
         if not self.lent:
             self._forget_borrowers()
@@ -113,7 +106,6 @@ class LenderHooks(StepHooks):
         self._grant(lent)
 
     def end(self, lent: Lent, workers: WorkerCall) -> None:
-        """Take everything back at once."""
         del self.lent[lent.name]
         lent.ring.shut(Closed.DRAINED)
         # Only then is nothing of the borrower's in this memory any more.
@@ -171,7 +163,6 @@ class LenderHooks(StepHooks):
                 step_s=0.0,
                 late_s=0.0,
                 worst_wait_s=0.0,
-                timed_out=False,
                 used_tokens=held,
                 tpot_s=times.disturbed_s,
                 undisturbed_tpot_s=times.undisturbed_s,
@@ -180,7 +171,7 @@ class LenderHooks(StepHooks):
         )
         self._tasks = 0
         if self._limit.tokens < before:
-            # What the borrowers so far took shall not count against those that are left.
+            # What the borrowers so far took must not count against those that are left.
             self._served_time = ServedTime()
 
     @property
@@ -222,9 +213,6 @@ class LenderHooks(StepHooks):
             most_tail_blocks=most,
             free_blocks=free + coming,
             queued_blocks=self._queued_blocks(),
-            # Their wishes are not known; what is free here is better lent than idle.
-            wanted_blocks=most,
-            used_blocks=0,
         )
 
     def _queued_blocks(self) -> int:
@@ -243,7 +231,7 @@ class LenderHooks(StepHooks):
                 return
             lent.ring.shut(Closed.REVOKED)
         lent.taken_back += max(0, lent.held - lent.target)
-        # Of what it shall have, own requests may still use some.
+        # Own requests may still use some of its target.
         lent.asked_at, lent.held = None, min(lent.held, lent.target)
         lent.ring.granted = borrower_blocks(self._layout, lent.layout, lent.held)
         self._use.pool.offer(lent.blocks[lent.target :])

@@ -36,7 +36,6 @@ class RequestMoves:
         return request is self._moving
 
     def target_of(self, request: Request) -> int | None:
-        """Partition on which a moved request goes on."""
         return self._targets.get(request.request_id)
 
     def forget(self, request: Request) -> None:

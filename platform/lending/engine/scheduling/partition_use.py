@@ -39,7 +39,6 @@ class PartitionUse:
         return [each for each in self._engine.running if self.partition_of(each) == partition]
 
     def context_on(self, partition: int) -> int:
-        """Tokens whose KV running requests have there."""
         return sum(request.num_computed_tokens for request in self.running_on(partition))
 
     def needed_on(self, partition: int) -> int:
@@ -56,12 +55,10 @@ class PartitionUse:
         return needed
 
     def table_of(self, request: Request) -> Sequence[int]:
-        """The request's blocks, in order."""
         table: Sequence[int] = self._manager.get_block_ids(request.request_id)[0]
         return table
 
     def holders(self, blocks: range) -> list[Request]:
-        """Running requests that hold any of these blocks."""
         return [each for each in self._engine.running if self._holds(each, blocks)]
 
     def cached_blocks(self, request: Request, tokens: int, partition: int) -> tuple[list[Any], int]:

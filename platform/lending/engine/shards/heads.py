@@ -15,16 +15,13 @@ import torch
 
 from loomserve.platform.lending.engine.memory.lent import heads_lie_apart
 from loomserve.platform.lending.engine.shards.shard import LocalKv, RemoteShard, room
-from loomserve.platform.lending.leaf import BorrowerEnd
+from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
 
 
 def geometry_of_heads(geometry: Geometry, heads: int) -> Geometry:
-    """Return the geometry of ``heads`` KV heads and the query heads that attend to them.
-
-    Raises:
-        ValueError: these are no heads, or all.
-    """
+    """Return the geometry of ``heads`` KV heads and the query heads that attend to them;
+    ``ValueError`` if these are no heads, or all."""
     if not 0 < heads < geometry.kv_heads:
         raise ValueError(
             f"{heads} of {geometry.kv_heads} KV heads cannot move: at least one must move, and at "
@@ -36,10 +33,8 @@ def geometry_of_heads(geometry: Geometry, heads: int) -> Geometry:
 
 def room_without_heads(kv: LocalKv, heads: int) -> int:
     """Return how many blocks fit into the memory of the engine's own once these heads have left it.
-
     Only whole pages are given back. Where a block's heads lie together, a head's share of a block
-    must consist of such; where each head's blocks do, those of all own blocks.
-    """
+    must consist of such; where each head's blocks do, those of all own blocks."""
     blocks, every, page = len(kv.caches[0]), kv.geometry.kv_heads, kv.memory.page
     head_bytes = kv.geometry.layer_block_bytes // every
     if heads_lie_apart(kv.caches[0]):
@@ -51,7 +46,7 @@ def room_without_heads(kv: LocalKv, heads: int) -> int:
 class RemoteHeads(RemoteShard):
     """The last KV heads of every layer, as many as the borrower's ring has."""
 
-    def __init__(self, kv: LocalKv, borrower: BorrowerEnd, patience_s: float) -> None:
+    def __init__(self, kv: LocalKv, borrower: Borrower, patience_s: float) -> None:
         super().__init__(kv, borrower, patience_s)
         every, remote = kv.geometry, borrower.ring.geometry
         self.kept = geometry_of_heads(every, every.kv_heads - remote.kv_heads)

@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 from loomserve.platform.base.heap import give_back_freed
 from loomserve.platform.lending.engine.shards.shard import LocalKv, RemoteShard, room
 from loomserve.platform.lending.engine.shards.weights import LayerWeights
-from loomserve.platform.lending.leaf import BorrowerEnd
+from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
 
 _PATIENT_ROWS = 32
@@ -26,11 +26,8 @@ _PATIENT_ROWS = 32
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the model's decoder layers.
-
-    Raises:
-        ValueError: its layers take or give more than positions, hidden states and residual.
-    """
+    """Return the model's decoder layers; ``ValueError`` if they take or give more than positions,
+    hidden states and residual."""
     layers = getattr(getattr(model, "model", None), "layers", None)
     if isinstance(layers, nn.ModuleList):
         taken = list(inspect.signature(layers[0].forward).parameters)
@@ -43,12 +40,8 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def check_layers(layers: range, geometry: Geometry, hidden_size: int) -> None:
-    """Raise unless a lender can compute these layers.
-
-    Raises:
-        ValueError: the model has no such layers, or no others, or hidden states do not fit through
-            a ring.
-    """
+    """Raise ``ValueError`` if the model has no such layers, or no others, or its hidden states do
+    not fit through a ring."""
     if not 0 <= layers.start < layers.stop <= geometry.layers or len(layers) == geometry.layers:
         raise ValueError(
             f"layers {layers.start} to {layers.stop} cannot move: a model of {geometry.layers} has "
@@ -79,14 +72,12 @@ class OwnModel:
         return int(self.config.model_config.get_hidden_size())
 
     def layers(self) -> nn.ModuleList:
-        """Return its decoder layers; ``ValueError`` if they cannot be told apart."""
         return decoder_layers(self.module)
 
     def weights(self) -> LayerWeights:
         return LayerWeights(self.module, self.layers(), self.config)
 
     def description(self) -> dict[str, Any]:
-        """Return what a lender needs to read the same model from its files."""
         model = self.config.model_config
         options = {
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -97,19 +88,12 @@ class OwnModel:
 
 
 class RemoteLayers(RemoteShard):
-    """Consecutive decoder layers, in whose place the model has stand-ins while they are away.
-
-    Args:
-        kv, borrower, patience_s: as of any :class:`RemoteShard`.
-        layers: the shard.
-        modules: all decoder layers of the model.
-        weights: of the model.
-    """
+    """Consecutive decoder layers, in whose place the model has stand-ins while they are away."""
 
     def __init__(
         self,
         kv: LocalKv,
-        borrower: BorrowerEnd,
+        borrower: Borrower,
         patience_s: float,
         *,
         layers: range,
@@ -190,7 +174,7 @@ class RemoteLayers(RemoteShard):
 class _Elsewhere(nn.Module):  # type: ignore[misc]
     """Stands for the first layer that is away: has the lender compute all of them."""
 
-    def __init__(self, borrower: BorrowerEnd, least_s: float, row_s: float) -> None:
+    def __init__(self, borrower: Borrower, least_s: float, row_s: float) -> None:
         super().__init__()
         self._borrower = borrower
         self._least_s, self._row_s = least_s, row_s

@@ -9,7 +9,7 @@ them are copied in each step. Once only blocks that are being filled are left, o
 those, and the next step runs with the shard at the lender. The memory that the shard took here is
 freed in the steps that follow, and then there are more blocks. The shard comes home the same way.
 
-The engine alone decides when it pauses, within one call between two steps, so whoever ordered the
+The engine alone decides when it pauses, within one call between two steps, so who ordered the
 move may be gone meanwhile. One copy counts: the engine's own before the pause ends, the lender's
 after. KV that is lost with a lender is computed again from tokens.
 """
@@ -46,16 +46,8 @@ class MigrationPhase(StrEnum):
 
 
 class ShardMigration:
-    """Migrates one shard between this engine and one lender.
-
-    Args:
-        pool: the engine's KV blocks.
-        partitions: ranges of block numbers.
-        partition: the loan's.
-        blocks: own blocks for which there is room once the shard is away.
-        block_bytes: bytes of the shard in one block.
-        workers: calls a method of the engine's worker.
-    """
+    """Migrates one shard, of ``block_bytes`` in a block, between this engine and one lender. Once
+    it is away there is room for ``blocks`` own blocks."""
 
     def __init__(
         self,
@@ -110,16 +102,9 @@ class ShardMigration:
         return granted >= self._own
 
     def advance(self, granted: int, step_s: float, running: bool) -> bool:
-        """Copy a few blocks, or switch to the other copy if nothing else is left.
-
-        Args:
-            granted: blocks of the lender's that may be used.
-            step_s: seconds of a step, to which copies may add a share.
-            running: whether a step waits for this.
-
-        Returns:
-            False if the lender's ring has closed.
-        """
+        """Copy a few blocks, or switch to the other copy if nothing else is left. The lender grants
+        ``granted`` blocks. If a step waits for this (``running``), copies add a share of its
+        ``step_s`` seconds. False if the lender's ring has closed."""
         if self.phase is MigrationPhase.AWAY:
             self._let_go_of_memory(_COPY_SHARE * step_s if running else math.inf)
         leaving = self.phase is MigrationPhase.LEAVING
@@ -138,7 +123,7 @@ class ShardMigration:
         full = [each for each in rest if each.block_hash is not None]
         few = self._few(step_s) if running else len(full)
         if len(full) > few:
-            return self._copy("send_shard" if leaving else "fetch_shard", full[:few])
+            return self._copy("send" if leaving else "fetch", full[:few])
         if not self._switch(rest, leaving):
             return False
         if leaving and not running:
@@ -146,10 +131,8 @@ class ShardMigration:
         return True
 
     def use(self, granted: int) -> range:
-        """Let so many of the lender's blocks be used; returns those that no longer may be.
-
-        These are withheld, but requests may still hold them, which must leave before the next step.
-        """
+        """Let so many of the lender's blocks be used; returns those that no longer may be. These
+        are withheld, but requests may still hold them, which must leave before the next step."""
         here = self.phase is MigrationPhase.AWAY and self._let_go
         usable = max(0, min(granted - self._own, self._most)) if here else 0
         extra, before = self._partitions.ranges[self._partition], self.usable
@@ -173,14 +156,14 @@ class ShardMigration:
         """Forget the lender's copy: no cached block counts, and all blocks are whole again."""
         if self.away:
             self._pool.block_pool.evict_blocks(set(self._partitions.ranges[OWN]))
-            self._workers("take_back_shard", self._partition, [])
+            self._workers("shard", "take_back", self._partition, [])
             self._partitions.separate(self._partition)
         self.phase = MigrationPhase.HOME
 
     def _prepare(self, running: bool) -> bool:
-        """Prepare the return: a piece beside a step, or all if no step waits; returns if done."""
+        """Prepare the return: one piece beside a step, or all if no step waits; returns if done."""
         while not self._prepared:
-            self._prepared = self._workers("prepare_shard_return", self._partition)
+            self._prepared = self._workers("shard", "prepare_return", self._partition)
             if running:
                 break
         return self._prepared
@@ -189,7 +172,7 @@ class ShardMigration:
         """Free the shard's memory here: one piece, and more until ``most_s`` have passed."""
         begin = time.perf_counter()
         while not self._let_go and time.perf_counter() - begin <= most_s:
-            self._let_go = self._workers("free_shard_memory", self._partition)
+            self._let_go = self._workers("shard", "free_memory", self._partition)
 
     def _held(self) -> list[KVCacheBlock]:
         """Blocks with KV in them: in use, or cached. The null block's KV is never read."""
@@ -204,7 +187,7 @@ class ShardMigration:
 
     def _copy(self, call: str, blocks: list[KVCacheBlock]) -> bool:
         begin = time.perf_counter()
-        if not self._workers(call, self._partition, _numbers(blocks)):
+        if not self._workers("shard", call, self._partition, _numbers(blocks)):
             return False
         took_s = (time.perf_counter() - begin) / len(blocks)
         weight = _SMOOTHING if self._block_s else 1.0
@@ -214,10 +197,9 @@ class ShardMigration:
         return True
 
     def _switch(self, rest: list[KVCacheBlock], leaving: bool) -> bool:
-        """Copy the rest, and have the shard computed at the other end."""
         begin = time.perf_counter()
-        call = "hand_over_shard" if leaving else "take_back_shard"
-        if not self._workers(call, self._partition, _numbers(rest)):
+        call = "hand_over" if leaving else "take_back"
+        if not self._workers("shard", call, self._partition, _numbers(rest)):
             return False
         self.copied_blocks += len(rest)
         if leaving:

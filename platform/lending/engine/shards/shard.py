@@ -11,20 +11,14 @@ import torch
 
 from loomserve.platform.lending.engine.memory.lent import keys_and_values
 from loomserve.platform.lending.engine.memory.mapped import AddressSpace
-from loomserve.platform.lending.leaf import BorrowerEnd
+from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.ring import RingTask
 
 
 def room(blocks: int, shares: int, remote: int, freed: int = 0) -> int:
-    """Return how many blocks fit into the memory of ``blocks`` once a shard has left it.
-
-    Args:
-        blocks: whole ones that fit now.
-        shares: equal ones that each block consists of.
-        remote: of those, the shard's.
-        freed: other memory that the shard frees, in shares of a block.
-    """
+    """Return how many blocks fit into the memory of ``blocks`` once a shard has left it: ``remote``
+    of the ``shares`` equal ones of each block, and other memory, ``freed``, in such shares."""
     return (blocks * shares + freed) // (shares - remote)
 
 
@@ -32,13 +26,9 @@ def room(blocks: int, shares: int, remote: int, freed: int = 0) -> int:
 class LocalKv:
     """An engine's own KV memory, and the attention layers that use it.
 
-    Attributes:
-        attention: vLLM's attention layers, in order.
-        caches: The model runner's, one a layer, ``[blocks, kv_heads, block_size, 2 * head_size]``.
-            Its entries are replaced while a shard is away.
-        memory: In which they lie.
-        numbers: Of blocks for which each layer has address space.
-        geometry: Of the whole attention.
+    ``caches`` are the model runner's, one a layer, ``[blocks, kv_heads, block_size, 2 *
+    head_size]``, whose entries are replaced while a shard is away. They lie in ``memory``; each
+    layer has address space for ``numbers`` blocks.
     """
 
     attention: Sequence[Any]
@@ -49,16 +39,11 @@ class LocalKv:
 
 
 class RemoteShard(ABC):
-    """Heads or layers that one lender computes for all requests, from :meth:`hand_over` on.
+    """Heads or layers that one lender computes for all requests, from :meth:`hand_over` on. The
+    borrower's ring has the shard's geometry, and the lender has a block of it for each block here,
+    under the same number."""
 
-    Args:
-        kv: of the engine.
-        borrower: its ring has the shard's geometry, and the lender has a block of it for each
-            block here, under the same number.
-        patience_s: a lender that takes longer for one layer is given up.
-    """
-
-    def __init__(self, kv: LocalKv, borrower: BorrowerEnd, patience_s: float) -> None:
+    def __init__(self, kv: LocalKv, borrower: Borrower, patience_s: float) -> None:
         self.borrower = borrower
         self._attention = kv.attention
         self._kv_caches = kv.caches
@@ -75,18 +60,15 @@ class RemoteShard(ABC):
         return min(self._room(), self._numbers)
 
     @abstractmethod
-    def _room(self) -> int:
-        """Return how many blocks there is memory for while the shard is away."""
+    def _room(self) -> int: ...
 
     def send(self, blocks: Sequence[int]) -> bool:
         """Copy the shard's share of these blocks to the lender; False if its ring has closed."""
         return all(self._send(some) for some in self._some(blocks))
 
     def fetch(self, blocks: Sequence[int]) -> bool:
-        """Copy the shard's share of these blocks back; False if the lender's ring has closed.
-
-        They are copied to where they will be used, beside what is in use meanwhile.
-        """
+        """Copy the shard's share of these blocks back; False if the lender's ring has closed. They
+        are copied to where they will be used, beside what is in use meanwhile."""
         return all(self._fetch(some) for some in self._some(blocks))
 
     @abstractmethod
@@ -109,14 +91,8 @@ class RemoteShard(ABC):
             self._use(layer, whole)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> bool:
-        """Copy blocks here and at the lender, while the shard is away.
-
-        Args:
-            pairs: source and target of each copy.
-
-        Returns:
-            False if the lender's ring has closed.
-        """
+        """Copy blocks, pairs of source and target, here and at the lender, while the shard is away;
+        False if the lender's ring has closed."""
         self._copy_here([pair[0] for pair in pairs], [pair[1] for pair in pairs])
         return all(
             self._copy_there([pair[0] for pair in some], [pair[1] for pair in some])
@@ -132,15 +108,10 @@ class RemoteShard(ABC):
 
     @abstractmethod
     def write_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:
-        """Write one layer of whole blocks, here and at the lender.
+        """Write one layer of whole blocks, here and at the lender; False if its ring has closed.
 
-        Args:
-            layer: from 0.
-            blocks: no more than ``borrower.ring.most_copied``.
-            rows: ``[blocks, kv_heads, block_size, 2 * head_size]``, as in a cache.
-
-        Returns:
-            False if the lender's ring has closed.
+        There are at most ``borrower.ring.most_copied`` of them; ``rows`` is ``[blocks, kv_heads,
+        block_size, 2 * head_size]``, as in a cache.
         """
 
     @abstractmethod
@@ -148,7 +119,6 @@ class RemoteShard(ABC):
         """Fill ``rows`` with one layer of whole blocks; arguments and result as above."""
 
     def _write_there(self, number: int, blocks: range, rows: torch.Tensor) -> bool:
-        """Write blocks of one of the shard's layers at the lender."""
         self.borrower.begin_copy(blocks, RingTask.WRITE)
         done = self.borrower.write(number, *self._by_kind(rows), self._patience_s)
         self.borrower.resume_step()
@@ -205,16 +175,14 @@ class RemoteShard(ABC):
         return all(borrower.write(layer, *read[layer], self._patience_s) for layer in layers)
 
     def _longer(self, layer: int) -> torch.Tensor:
-        """Return the layer's cache with as many blocks as fit without the shard."""
         whole = self._whole[layer]
         return whole.as_strided((self.blocks, *whole.shape[1:]), whole.stride())
 
     def _more(self, layer: int) -> torch.Tensor:
-        """Return the blocks of a layer that there are only while the shard is away."""
+        """Blocks of a layer that there are only while the shard is away."""
         return self._longer(layer)[self._whole_blocks :]
 
     def _by_kind(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of its keys and of its values, as they go through the ring."""
         return keys_and_values(cache, self._geometry)
 
     def _use(self, layer: int, cache: torch.Tensor) -> None:

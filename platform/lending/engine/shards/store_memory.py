@@ -23,13 +23,7 @@ class LenderGoneError(Exception):
 
 
 class ShardedMemory(BlockMemory):
-    """An engine's KV memory while a shard of it is away.
-
-    Args:
-        shard: that is away.
-        whole: the engine's memory while no shard is.
-        geometry: of the engine's whole attention.
-    """
+    """An engine's KV memory while a shard of it is away; ``whole`` is that without any away."""
 
     beside_steps = False
 
@@ -64,7 +58,6 @@ class ShardedMemory(BlockMemory):
         return found
 
     def _copy(self, copy: WholeBlocks, layer: int, first: int, rows: torch.Tensor) -> None:
-        """Copy as many blocks at a time as fit through the ring."""
         for some in rows.split(self._shard.borrower.ring.most_copied):
             if not copy(layer, range(first, first + len(some)), some):
                 raise LenderGoneError

@@ -35,12 +35,7 @@ def weights_of(
 
 class LayerWeights:
     """The weights of a loaded model, layer by layer. A released layer must not be computed.
-
-    Args:
-        model: whole, as vLLM has loaded it.
-        layers: its decoder layers, as they are now; stand-ins may take their places later.
-        config: its engine's.
-    """
+    ``layers`` are its decoder layers as they are now; stand-ins may take their places later."""
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, config: VllmConfig) -> None:
         self._model = model
@@ -51,11 +46,9 @@ class LayerWeights:
 
     @property
     def released(self) -> Collection[int]:
-        """Layers whose weights are not here now."""
         return self._shapes.keys()
 
     def size(self, layer: int) -> int:
-        """Bytes that :meth:`release` gives back."""
         return sum(
             each.numel() * each.itemsize
             for module in self._large(layer)

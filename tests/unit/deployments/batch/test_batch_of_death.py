@@ -18,13 +18,12 @@ from loomserve.deployments.batch.executor import outcome
 from loomserve.deployments.gateway.answering import ForwardRequest
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.platform.access.live_keys import LiveKeys
-from loomserve.platform.access.metrics import KeyMetrics
-from loomserve.platform.access.token_meter import TokenMeter
+from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.batch.executor import LineAnswer, LineCall, ServedModel
 from loomserve.platform.batch.policy.status import BatchStatus
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest, ModelRoute
-from loomserve.platform.front_end.engine.lost_requests import lost_request
+from loomserve.platform.front_end.engine.request_book import lost_request
 from loomserve.platform.front_end.policy.continuation import (
     ContinuationBounds,
     Death,

@@ -102,7 +102,7 @@ async def end(controller: Controller) -> None:
         task.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await task
-    await controller._rebalancing._rebalancer.close()
+    await controller._rebalancing.rebalancer.close()
 
 
 async def until(holds: Callable[[], object]) -> None:

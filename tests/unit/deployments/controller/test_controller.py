@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from loomserve.deployments.controller import controller as module
-from loomserve.deployments.controller import learning
+from loomserve.deployments.controller import published_routes
 from loomserve.deployments.controller.controller import Controller
 from loomserve.platform.base.errors import Conflict, TakenOver
 from loomserve.platform.config import Config, Model
@@ -391,7 +391,7 @@ def test_gateways_are_told_nothing_before_a_new_controller_knows_the_replicas(
             assert not asked.done()
             await heard(other, reports[1])
             assert await asked == {"h0", "c0"}
-        monkeypatch.setattr(learning, "_LEARNS_S", 0.3)
+        monkeypatch.setattr(published_routes, "_LEARNS_S", 0.3)
         async with controlled() as third:
             await heard(third, reports[0])
             # The other is gone, it seems.

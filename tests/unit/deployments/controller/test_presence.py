@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from loomserve.deployments.controller import controller as module
-from loomserve.deployments.controller import failures, presence, presence_mover
+from loomserve.deployments.controller import presence, presence_mover
 from loomserve.deployments.controller.controller import Controller
 from loomserve.deployments.controller.replica_calls import ReplicaUnreachableError
 from loomserve.deployments.engine.deploy import Handed
@@ -349,7 +349,7 @@ def test_one_that_cannot_be_loaded_is_refused_with_the_reason_and_tried_again_la
     calls: FakeCalls,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(failures, "_FAILED_S", 0.3)
+    monkeypatch.setattr(presence, "_FAILED_S", 0.3)
 
     async def refuse(*_: Any) -> Handed:
         return Handed(problem="there is no folder")
@@ -377,7 +377,7 @@ def test_one_that_cannot_be_loaded_is_not_tried_for_ever(
     calls: FakeCalls,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(failures, "_FAILED_S", 0.0)
+    monkeypatch.setattr(presence, "_FAILED_S", 0.0)
     tries = 0
 
     async def refuse(*_: Any) -> Handed:

@@ -15,9 +15,8 @@ from starlette.applications import Starlette
 from loomserve.deployments.engine import adapters as module
 from loomserve.deployments.engine.adapters import ReplicaAdapters
 from loomserve.platform.adapters import sources
-from loomserve.platform.adapters.files import kept_folder
 from loomserve.platform.adapters.messages import Adapter, AdapterOrder, AdapterReports
-from loomserve.platform.adapters.sources import take
+from loomserve.platform.adapters.sources import kept_folder, take
 from loomserve.platform.config import Model
 from loomserve.platform.fleet.messages import ADAPTERS_PATH, DesiredState
 from loomserve.platform.state.roles import Role

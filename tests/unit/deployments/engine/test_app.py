@@ -10,7 +10,7 @@ from vllm.v1.worker.utils import request_memory
 
 from loomserve.deployments.engine.app import _engine_options, _environment, front_end_of
 from loomserve.platform.config import Device, Model
-from loomserve.platform.engine.options.names import of_engine
+from loomserve.platform.engine.options.known import of_engine
 from loomserve.platform.fleet.messages import EngineSpec
 from loomserve.platform.scheduling.options import SchedulerOptions
 from loomserve.platform.simulated.options import SIMULATED_CONFIG

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 from starlette.types import Message, Receive, Send
 
-from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
+from loomserve.deployments.gateway.answering import Answering, ForwardRequest
 from loomserve.platform.base.errors import RequestError
-from loomserve.platform.fleet.messages import ModelRoute, ReplicaRoute
+from loomserve.platform.fleet.messages import ReplicaRoute
 from loomserve.platform.run.engine_address import EngineAddress
-from loomserve.routers.in_flight import InFlight
 
 Answer = Sequence[Message] | RequestError
 Behave = Callable[[ForwardRequest], Awaitable[Answer]]
@@ -45,20 +43,12 @@ def one_model() -> Any:
     return SimpleNamespace(choose=lambda fields, key, preferred=None: route)
 
 
-class AnsweringEngines:
+class AnsweringEngines(Answering):
     """Keeps what it is asked; ``behave`` gives each answer, or the error that it ends with."""
 
     def __init__(self, behave: Behave = good) -> None:
         self.behave = behave
-        self.ledger = InFlight()
         self.asked: list[ForwardRequest] = []
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        raise AssertionError("there is no other process")
-
-    async def get(self, address: str, path: str, timeout_s: float) -> str:
-        raise AssertionError("there is no replica")
 
     async def forward(self, request: ForwardRequest, receive: Receive, send: Send) -> None:
         self.asked.append(request)
@@ -67,25 +57,6 @@ class AnsweringEngines:
             raise answer
         for message in answer:
             await send(message)
-
-    async def collect(
-        self, request: ForwardRequest, receive: Receive = never_gone
-    ) -> tuple[int, bytes]:
-        collected = CollectedAnswer()
-        await self.forward(request, receive, collected.send)
-        return collected.status, bytes(collected.body)
-
-    def set_models(self, routes: Collection[ModelRoute]) -> None:
-        pass
-
-    def is_set_up(self, model: str) -> bool:
-        return True
-
-    def pages(self, model: str, replica_id: str) -> Sequence[str]:
-        return ()
-
-    async def close(self) -> None:
-        pass
 
 
 def replica_route(replica_id: str, address: str = "a") -> ReplicaRoute:

@@ -28,8 +28,7 @@ from loomserve.platform.config import Server
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
 from loomserve.platform.usage.admin import build_usage_router
 from loomserve.platform.usage.files import UsageFiles
-from loomserve.platform.usage.meter import UsageMeter
-from loomserve.platform.usage.metrics import UsageMetrics
+from loomserve.platform.usage.meter import UsageMeter, UsageMetrics
 
 TOKEN = {"Authorization": "Bearer token"}
 KEY = {"Authorization": "Bearer lsk-alice"}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, OWNER_HEADER
-from loomserve.platform.http.guarded_app import GuardedApp
 from loomserve.platform.http.protocol import INTERNAL
+from loomserve.platform.http.server import GuardedApp
 from tests.unit.deployments.gateway.door import OWNERS, SECRETS, TOKEN, Client, Door, open_door
 from tests.unit.platform.http.raw import serving
 from tests.unit.platform.http.test_slow_clients import hello

@@ -19,21 +19,19 @@ from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequ
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.platform.access.keys import hash_key
-from loomserve.platform.access.metrics import KeyMetrics
-from loomserve.platform.access.token_meter import TokenMeter
+from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.base.errors import NotFound
 from loomserve.platform.config import Alias, ApiKey, Server
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.front_end.engine.serving import ModelServing
-from loomserve.platform.http.direct_posts import DirectPosts
+from loomserve.platform.http.asgi import DirectPosts
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
 from loomserve.platform.http.missing_endpoints import MissingEndpoints
 from loomserve.platform.requests.endpoints import AT_ENGINE, ENDPOINTS, Counted
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import ModelStatus
 from loomserve.platform.usage.files import UsageFiles
-from loomserve.platform.usage.meter import UsageMeter
-from loomserve.platform.usage.metrics import UsageMetrics
+from loomserve.platform.usage.meter import UsageMeter, UsageMetrics
 from tests.unit.deployments.gateway.engines import (
     Answer,
     AnsweringEngines,

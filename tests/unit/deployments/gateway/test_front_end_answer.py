@@ -19,7 +19,7 @@ from loomserve.deployments.gateway.front_end_answer import answer
 from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.platform.base.errors import EngineGone, InternalError, TooManyRequests, Unavailable
 from loomserve.platform.front_end.routing import RoutingRequest
-from loomserve.platform.http.client_gone import ClientGoneError
+from loomserve.platform.http.asgi import ClientGoneError
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 

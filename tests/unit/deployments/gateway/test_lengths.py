@@ -14,16 +14,14 @@ from prometheus_client import CollectorRegistry
 
 from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
-from loomserve.platform.access.metrics import KeyMetrics
-from loomserve.platform.access.token_meter import TokenMeter
+from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.base.errors import BadRequest
 from loomserve.platform.config import ApiKey
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.lengths.predict.prediction import LengthQuery, Prediction
 from loomserve.platform.lengths.service import Predicted
 from loomserve.platform.requests.metrics import GatewayMetrics
-from loomserve.platform.scheduling.policy.deadline import deadline_of
-from loomserve.platform.scheduling.policy.expected import EXPECTED, Expected, expected_of
+from loomserve.platform.scheduling.policy.hints import EXPECTED, Expected, deadline_of, expected_of
 from loomserve.platform.state import ModelStatus
 from tests.unit.deployments.gateway.engines import (
     Answer,
@@ -97,7 +95,7 @@ def asked(
     collected = CollectedAnswer()
     given = {"body": json.dumps(body).encode(), "request_id": "1", **state}
     asyncio.run(endpoint.answer(path, {"state": given}, never_gone, collected.send))
-    assert not endpoint._sequences.open["chat"]
+    assert not endpoint._sequences.total
     return engines.asked[0], lengths, bytes(collected.body)
 
 

@@ -18,8 +18,7 @@ from loomserve.platform.batch.executor import LineOutcome
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest, ModelRoute
 from loomserve.platform.requests.engine_request import EngineRequest
-from loomserve.platform.scheduling.policy.background import is_background
-from loomserve.platform.scheduling.policy.deadline import DEADLINE
+from loomserve.platform.scheduling.policy.hints import DEADLINE, is_background
 from loomserve.platform.state import ModelStatus
 from loomserve.platform.tracing import RequestTracer
 from tests.unit.deployments.gateway.engines import (

@@ -11,7 +11,7 @@ import pytest
 
 from loomserve.deployments.gateway.gateway import Gateway
 from loomserve.platform.base.errors import TakenOver
-from loomserve.platform.base.generation import LatestGeneration
+from loomserve.platform.base.sqlite import LatestGeneration
 from loomserve.platform.fleet.messages import Routes
 from loomserve.platform.fleet.nodes import GatewayOrders
 
@@ -28,9 +28,11 @@ def gateway(*orders: GatewayOrders) -> Any:
     async def report(heartbeat: object) -> GatewayOrders:
         return next(left)
 
-    made._controller = SimpleNamespace(report_gateway=SimpleNamespace(remote=report))
-    made._others = SimpleNamespace(address="http://here", elsewhere={})
-    made._sequences = SimpleNamespace(open=SimpleNamespace(total=lambda: 0))
+    made._parts = SimpleNamespace(
+        controller=SimpleNamespace(report_gateway=SimpleNamespace(remote=report)),
+        others=SimpleNamespace(address="http://here", elsewhere={}),
+        sequences=SimpleNamespace(total=0),
+    )
     return made
 
 
@@ -54,7 +56,7 @@ def test_limits_and_others_of_an_earlier_controller_are_not_taken_over(
             return None
 
     assert asyncio.run(report()) is (limits if others else None)
-    assert made._others.elsewhere == others
+    assert made._parts.others.elsewhere == others
 
 
 class Call:
@@ -74,7 +76,8 @@ class Call:
 async def _ended_while_it_watches() -> Call:
     call, made = Call(), gateway()
     made._version, made._id = 1, "this"
-    made._controller = SimpleNamespace(watch=SimpleNamespace(remote=lambda version, gateway: call))
+    watch = SimpleNamespace(remote=lambda version, gateway: call)
+    made._parts.controller = SimpleNamespace(watch=watch)
     following = asyncio.create_task(made._follow_controller())
     await asyncio.sleep(0)
     following.cancel()

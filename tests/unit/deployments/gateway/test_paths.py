@@ -12,11 +12,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from loomserve.deployments.gateway.gateway import Gateway
+from loomserve.deployments.gateway.admin import build_admin_api
+from loomserve.deployments.gateway.composition import _app
+from loomserve.deployments.kvstore.admin import build_kv_router
+from loomserve.platform.access.admin import build_keys_router
 from loomserve.platform.access.keys import hash_key
+from loomserve.platform.batch.admin import build_batch_router
 from loomserve.platform.config import Server
 from loomserve.platform.http.ingress import ingress_middleware
 from loomserve.platform.requests.engine_request import FORWARDED
+from loomserve.platform.tracing.admin import build_tracing_router
+from loomserve.platform.usage.admin import build_usage_router
 from tests.unit.platform.http.raw import serving
 
 ADMIN = "sk-loom-" + "a" * 32
@@ -45,24 +51,25 @@ class Tells:
 
 def gateway_app() -> Any:
     """The application of a gateway whose parts tell their names."""
-    gateway = object.__new__(Gateway)
     names = ("list_models", "retrieve_model", "ready", "takes_clients")
-    parts = {
-        "_clients": SimpleNamespace(at=Tells),
-        "_batches": Tells("batches"),
-        "_routes": SimpleNamespace(**{name: named(name) for name in names}),
-        "_server": Server.model_validate({"admin_token_hash": hash_key(ADMIN)}),
-        "_controller": None,
-        "_kv": None,
-        "_usage": None,
-        "_keys": SimpleNamespace(all=()),
-    }
-    for name, part in parts.items():
-        setattr(gateway, name, part)
+    routes: Any = SimpleNamespace(**{name: named(name) for name in names})
+    clients: Any = SimpleNamespace(at=Tells)
+    batches: Any = Tells("batches")
     page: Any = SimpleNamespace(show=named("metrics"))
+    nothing: Any = None
+    keys: Any = SimpleNamespace(all=())
+    admin = build_admin_api(
+        nothing,
+        build_kv_router(None, lambda: (), nothing),
+        build_batch_router(nothing),
+        build_usage_router(nothing),
+        build_keys_router(keys, asked_for=False),
+        build_tracing_router(None),
+    )
+    server = Server.model_validate({"admin_token_hash": hash_key(ADMIN)})
     return ingress_middleware(
-        gateway._build_app(page),
-        gateway._server,
+        _app(clients, batches, routes, page, admin, console=server.console),
+        server,
         rejected=lambda _: None,
         endpoints=ENDPOINTS,
     )

@@ -17,13 +17,12 @@ from starlette.types import ASGIApp, Message
 from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
 from loomserve.platform.access.keys import hash_key
-from loomserve.platform.access.metrics import KeyMetrics
-from loomserve.platform.access.model_meter import ModelMeter
+from loomserve.platform.access.sequences import ModelMeter
 from loomserve.platform.access.shared_counts import Count, Counts, SharedCounts
-from loomserve.platform.access.token_meter import TokenMeter
+from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import ModelRoute
-from loomserve.platform.http.direct_posts import DirectPosts
+from loomserve.platform.http.asgi import DirectPosts
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
 from loomserve.platform.requests.engine_request import FORWARDED
 from loomserve.platform.requests.metrics import GatewayMetrics

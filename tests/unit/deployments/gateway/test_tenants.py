@@ -15,8 +15,7 @@ from loomserve.deployments.gateway.answering import CollectedAnswer, never_gone
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.platform.access.live_keys import LiveKeys
-from loomserve.platform.access.metrics import KeyMetrics
-from loomserve.platform.access.token_meter import TokenMeter
+from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest
 from loomserve.platform.requests.endpoints import ENDPOINTS

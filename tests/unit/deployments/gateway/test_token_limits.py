@@ -14,8 +14,7 @@ from starlette.types import Receive, Send
 
 from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
-from loomserve.platform.access.metrics import KeyMetrics
-from loomserve.platform.access.token_meter import TokenMeter
+from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.base.errors import EngineGone, TooManyRequests, Unavailable
 from loomserve.platform.config import ApiKey
 from loomserve.platform.http.held_answer import COMMENT

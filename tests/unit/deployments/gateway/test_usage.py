@@ -19,16 +19,13 @@ from loomserve.deployments.gateway.answering import (
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.platform.access.live_keys import LiveKeys
-from loomserve.platform.access.metrics import KeyMetrics
-from loomserve.platform.access.token_meter import TokenMeter
+from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.base.errors import EngineGone, RequestError
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
-from loomserve.platform.usage.files import UsageFiles
-from loomserve.platform.usage.meter import UsageMeter
-from loomserve.platform.usage.metrics import UsageMetrics
-from loomserve.platform.usage.records import UsageRecord
+from loomserve.platform.usage.files import UsageFiles, UsageRecord
+from loomserve.platform.usage.meter import UsageMeter, UsageMetrics
 from tests.unit.deployments.gateway.engines import Answer, AnsweringEngines, answered, one_model
 
 ALICE = ApiKey(name="alice", hash=f"sha256:{0:064}")

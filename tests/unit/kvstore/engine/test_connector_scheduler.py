@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,10 +11,9 @@ from typing import Any, cast
 import pytest
 from vllm.v1.request import RequestStatus
 
-from loomserve.kvstore.engine.connector_scheduler import StoreConnectorScheduler
+from loomserve.kvstore.engine.connector_scheduler import StoreConnectorScheduler, TransferAll
 from loomserve.kvstore.engine.messages import Transferred
 from loomserve.kvstore.engine.namespaces import Namespaces
-from loomserve.kvstore.engine.transfer_policy import TransferAll
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
 from loomserve.kvstore.server.protocol import (
@@ -81,6 +81,10 @@ class Store:
         self.leased |= {lease} - {0}
         slots = encode_slots(list(range(request.skip, here)))
         return Found(here, max(here, self.resident), lease, slots, self.ready_s, self.remote)
+
+    def tell(self, request: Any) -> None:
+        with suppress(StoreAwayError):
+            self.ask(request, object)
 
     def lookups(self) -> list[Lookup]:
         return [one for one in self.asked if isinstance(one, Lookup)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loomserve.kvstore.engine.step_pace import StepPace
+from loomserve.kvstore.engine.pace import StepPace
 
 
 def steps(pace: StepPace, *seconds: float, tokens: int = 100) -> float:

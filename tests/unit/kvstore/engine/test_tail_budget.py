@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loomserve.kvstore.engine.messages import Transferred
-from loomserve.kvstore.engine.tail_budget import TailBudget
+from loomserve.kvstore.engine.pace import TailBudget
 
 
 def saved(budget: TailBudget, seconds: float, step_s: float, wanted: int) -> int:

@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from loomserve.kvstore.index.directory import Directory, Holding
 from loomserve.kvstore.index.eviction import lru
 from loomserve.kvstore.index.index import Index
-from loomserve.kvstore.index.journal import Change, ChangeList, Tier, as_changes
+from loomserve.kvstore.index.journal import Change, Journal, Tier, as_changes
 from loomserve.kvstore.index.radix import KEY_BYTES
+from tests.unit.kvstore.index.invariants import blocks_of
 from tests.unit.kvstore.index.test_index import NAMESPACES, ONE, chain, chain_of, contents, key
 
 NODES = ("n1", "n2", "n3")
@@ -34,7 +35,7 @@ class Node:
         """A new epoch, without blocks."""
         self.epoch += 1
         self.seq = 0
-        self.journal = ChangeList()
+        self.journal: Journal = []
         self.index = Index(lru, self.journal)
         for namespace in NAMESPACES:
             self.index.add_namespace(namespace, 1)
@@ -43,7 +44,8 @@ class Node:
     def announce(self) -> None:
         if self.journal:
             self.seq += 1
-            self.messages.append((self.seq, self.journal.take()))
+            self.messages.append((self.seq, [*self.journal]))
+            self.journal.clear()
 
     def tiers(self) -> Tiers:
         return {
@@ -89,7 +91,7 @@ class DirectoryAgainstNodes(RuleBasedStateMachine):
         index = self.nodes[name].index
         self.save(name, namespace, tokens)
         index.lease(namespace, chain(tokens), len(tokens), 0, self.now, 3.0)
-        index.expire(self.now)
+        index.leases.expire(self.now)
 
     @rule(name=st.sampled_from(NODES), namespace=st.sampled_from(NAMESPACES), tokens=TOKENS)
     def remove(self, name: str, namespace: bytes, tokens: str) -> None:
@@ -118,7 +120,7 @@ class DirectoryAgainstNodes(RuleBasedStateMachine):
         if at < len(node.messages):
             seq, changes = node.messages[at] if again else node.messages.pop(at)
             if not self.directory.apply(name, node.epoch, seq, changes):
-                assert self.directory.blocks_of(name) == {}
+                assert blocks_of(self.directory, name) == {}
                 self.take_contents(name)
 
     @rule(name=st.sampled_from(NODES))
@@ -173,18 +175,18 @@ class DirectoryAgainstNodes(RuleBasedStateMachine):
     def whoever_is_heard_to_the_end_is_known_exactly(self) -> None:
         for name, node in self.nodes.items():
             if self.directory.heard(name) == (node.epoch, node.seq) and not node.journal:
-                assert self.directory.blocks_of(name) == node.tiers()
+                assert blocks_of(self.directory, name) == node.tiers()
 
     @invariant()
     def the_count_is_right(self) -> None:
-        assert len(self.directory) == sum(len(self.directory.blocks_of(name)) for name in NODES)
+        assert len(self.directory) == sum(len(blocks_of(self.directory, name)) for name in NODES)
 
     @invariant()
     def a_walk_finds_what_each_has(self) -> None:
         for tokens in ("a", "abab", "bbabba", "abba"):
             held = self.directory.holdings(ONE, chain(tokens))
             for node, resident, in_memory in held:
-                tiers = self.directory.blocks_of(node)
+                tiers = blocks_of(self.directory, node)
                 prefix = [tiers.get((ONE, key(tokens[:end])), Tier.GONE) for end in lengths(tokens)]
                 assert resident == sum(tier != Tier.GONE for tier in prefix)
                 assert in_memory == sum(tier == Tier.MEMORY for tier in prefix)
@@ -192,7 +194,7 @@ class DirectoryAgainstNodes(RuleBasedStateMachine):
     def teardown(self) -> None:
         for name in NODES:
             self.take_contents(name)
-            assert self.directory.blocks_of(name) == self.nodes[name].tiers()
+            assert blocks_of(self.directory, name) == self.nodes[name].tiers()
         self.directory.keep_only(())
         assert len(self.directory) == 0
 

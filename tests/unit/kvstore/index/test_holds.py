@@ -8,6 +8,7 @@ import pytest
 
 from loomserve.kvstore.index.holds import LeaseTable, PinTable
 from loomserve.kvstore.index.radix import KEY_BYTES, NOWHERE, RadixNode, RadixTree
+from tests.unit.kvstore.index.invariants import check_tree
 
 KEYS = b"".join(bytes([letter]) * KEY_BYTES for letter in b"abcd")
 
@@ -74,4 +75,4 @@ def test_pins_of_removed_blocks_end_and_return_their_slots() -> None:
     assert tree.cut_from(KEYS, 1).slots == []
     assert sorted(pins.unpin_removed()) == [2, 3]
     assert [list(last.slots) for last in pins.lasts()] == [[1]]
-    tree.check()
+    check_tree(tree)

@@ -17,11 +17,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from loomserve.kvstore.index.demotion import demotions
 from loomserve.kvstore.index.eviction import cost, lru
-from loomserve.kvstore.index.hottest import hottest_chains
 from loomserve.kvstore.index.index import Index, Match, Stats
 from loomserve.kvstore.index.radix import KEY_BYTES, NOWHERE, Freed
+from loomserve.kvstore.index.selection import demotions, hottest_chains
+from tests.unit.kvstore.index.invariants import check_index
 
 ONE, OTHER = b"1" * 16, b"2" * 16
 NAMESPACES = (ONE, OTHER)
@@ -235,7 +235,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         id_ = data.draw(st.sampled_from([*self.leases, 0]))
         expected = self.end(id_) if id_ in self.leases else set()
-        slots = self.index.release(id_)
+        slots = self.index.leases.release(id_)
         assert set(slots) == expected
         self.take_back(slots)
 
@@ -244,7 +244,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
         now = self.tick()
         ended = [id_ for id_, held in self.leases.items() if held.expires_at <= now]
         expected = {slot for id_ in ended for slot in self.end(id_)}
-        slots = self.index.expire(now)
+        slots = self.index.leases.expire(now)
         assert set(slots) == expected
         self.take_back(slots)
 
@@ -373,7 +373,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def holds_its_invariants(self) -> None:
-        self.index.check()
+        check_index(self.index)
 
     @invariant()
     def has_what_the_model_has(self) -> None:
@@ -444,10 +444,10 @@ def test_a_run_demoted_piece_by_piece_stays_one_run(index: Index) -> None:
         assert lease.slots == demotion.slots
         places = [location, location + 1]
         assert not index.insert_ssd(ONE, demotion.keys, demotion.first, places, 1.0, 0.1)
-        assert not index.release(lease.id)
+        assert not index.leases.release(lease.id)
     assert not demotions(index.order(None, 1.0), 2)
     assert node_count(index) == 1
-    index.check()
+    check_index(index)
 
 
 def test_writing_a_part_of_a_run_to_ssd_does_not_split_it(index: Index) -> None:
@@ -494,7 +494,7 @@ def test_a_lease_locks_no_more_than_its_prefix(index: Index) -> None:
     assert lease is not None
     assert list(lease.slots) == [11]
     assert index.evict(4, now=2.0).slots == [13, 12]
-    index.release(lease.id)
+    index.leases.release(lease.id)
     assert index.evict(4, now=2.0).slots == [11, 10]
 
 
@@ -513,8 +513,8 @@ def test_a_removed_block_s_slot_is_free_when_its_last_lease_ends(index: Index) -
     assert short is not None
     assert index.remove(ONE, chain("abc"), position=1) == Freed([3], [8, 9])
     assert index.insert(ONE, chain("ab"), 1, [20], now=1.0, recompute_s=0.1) == []
-    assert index.release(short.id) == []
-    assert index.expire(now=9.0) == [2]
+    assert index.leases.release(short.id) == []
+    assert index.leases.expire(now=9.0) == [2]
     assert contents(index, ONE) == {key("a"): (1, 7), key("ab"): (20, None)}
 
 

@@ -16,25 +16,21 @@ from loomserve.kvstore.index.journal import Change, Tier
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.peers import announcer as module
 from loomserve.kvstore.peers.announcer import BATCH_S, Announcer
-from loomserve.kvstore.peers.messages import (
-    AnnouncedSpace,
-    Announcement,
-    Contents,
-    Message,
-    well_formed,
-)
+from loomserve.kvstore.peers.messages import Announcement, well_formed
+from loomserve.kvstore.storage.checksum import BlockLayout, Space
+from tests.unit.kvstore.index.invariants import blocks_of
 from tests.waiting import PATIENCE_S
 
 SPACE = b"n" * 16
+NEW = {SPACE: Space("m", BlockLayout(2, 64))}
 
 
 def there(key: int, tier: Tier = Tier.MEMORY) -> Change:
     return Change(SPACE, tier, key.to_bytes(KEY_BYTES, "big"))
 
 
-def decoded(frame: bytes) -> Announcement | Contents:
-    message: Announcement | Contents = msgspec.msgpack.decode(frame, type=Message)
-    return message
+def decoded(frame: bytes) -> Announcement:
+    return msgspec.msgpack.decode(frame, type=Announcement)
 
 
 def announced(announcer: Announcer, *keys: int, now: float = 1e9) -> None:
@@ -46,7 +42,7 @@ def test_changes_come_as_one_message_and_no_sooner_than_in_a_hundredth_of_a_seco
     announcer = Announcer("n1")
     assert not announcer.waiting
     announcer.note([there(1)])
-    announcer.note([there(2)], [AnnouncedSpace(SPACE, "m", 2, 64)])
+    announcer.note([there(2)], NEW)
     assert announcer.waiting
     announcer.tick(100.0)
     announcer.note([there(3)])
@@ -54,9 +50,9 @@ def test_changes_come_as_one_message_and_no_sooner_than_in_a_hundredth_of_a_seco
     frames, epoch, seq = announcer.frames_after(announcer.epoch, 0, 0.0)
     assert (epoch, seq) == (announcer.epoch, 1)
     (message,) = map(decoded, frames)
-    assert isinstance(message, Announcement)
+    assert not message.whole
     assert (message.node, message.seq, message.changes) == ("n1", 1, [there(1), there(2)])
-    assert message.spaces == [AnnouncedSpace(SPACE, "m", 2, 64)]
+    assert message.spaces == NEW
     announcer.tick(100.0 + 1.1 * BATCH_S)
     frames, *_ = announcer.frames_after(announcer.epoch, 1, 0.0)
     assert decoded(frames[0]).changes == [there(3)]
@@ -85,11 +81,11 @@ def test_who_cannot_go_on_gets_all_contents_and_then_what_follows(
     assert announcer.frames_after(heard, seq, 0.0)[0] == []
     assert announcer.contents_wanted
     keys = there(1).keys + there(2).keys
-    announcer.provide([(SPACE, keys, KEY_BYTES)], [AnnouncedSpace(SPACE, "m", 2, 64)])
+    announcer.provide([(SPACE, keys, KEY_BYTES)], NEW.items())
     assert not announcer.contents_wanted
     frames, epoch_, at = announcer.frames_after(heard, seq, 0.0)
     (message,) = map(decoded, frames)
-    assert isinstance(message, Contents)
+    assert message.whole
     assert (epoch_, at) == (announcer.epoch, 2)
     assert (message.seq, message.changes) == (2, [there(1), there(2, Tier.SSD)])
     announced(announcer, 3, now=2e9)
@@ -147,7 +143,7 @@ class Heard(RuleBasedStateMachine):
         epoch, seq = self.directory.heard("n1")
         for frame in self.announcer.frames_after(epoch, seq, 0.0)[0]:
             message = decoded(frame)
-            if isinstance(message, Contents):
+            if message.whole:
                 self.directory.begin("n1", message.epoch, message.seq)
                 self.directory.add("n1", message.changes)
             else:
@@ -158,7 +154,7 @@ class Heard(RuleBasedStateMachine):
             self.hear()
             if self.announcer.contents_wanted:
                 self.provide()
-        known = {key: tier for (_, key), tier in self.directory.blocks_of("n1").items()}
+        known = {key: tier for (_, key), tier in blocks_of(self.directory, "n1").items()}
         assert known == self.blocks
         assert self.directory.gaps == 0
 
@@ -175,10 +171,10 @@ def test_a_follower_knows_all_in_the_end_however_far_it_was_behind(
     [
         Announcement("n", 1, 1, [Change(b"short", Tier.MEMORY, b"")]),
         Announcement("n", 1, 1, [Change(SPACE, Tier.MEMORY, b"short")]),
-        Contents("n", 1, 1, [], [AnnouncedSpace(SPACE, "m", 0, 64)]),
-        Contents("n", 1, 1, [], [AnnouncedSpace(b"", "m", 1, 64)]),
+        Announcement("n", 1, 1, [], {SPACE: Space("m", BlockLayout(0, 64))}),
+        Announcement("n", 1, 1, [], {b"": Space("m", BlockLayout(1, 64))}),
     ],
 )
-def test_a_message_whose_keys_are_none_is_not_taken_in(message: Announcement | Contents) -> None:
+def test_a_message_whose_keys_are_none_is_not_taken_in(message: Announcement) -> None:
     assert not well_formed(message)
-    assert well_formed(Announcement("n", 1, 1, [there(1)], [AnnouncedSpace(SPACE, "m", 2, 64)]))
+    assert well_formed(Announcement("n", 1, 1, [there(1)], NEW))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from loomserve.kvstore.peers.members import Member
+from loomserve.kvstore.peers.messages import Member
 from loomserve.kvstore.server.actor import StoreActor
-from loomserve.platform.base.generation import LatestGeneration
+from loomserve.platform.base.sqlite import LatestGeneration
 
 
 class Network:

@@ -13,28 +13,26 @@ import psutil
 import pytest
 import zmq
 
-from loomserve.kvstore.server import leases, operators, spaces
+from loomserve.kvstore.server import grants, operators, spaces
 from loomserve.kvstore.server.client import StoreAwayError, StoreRefusedError
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import (
-    MOST_MESSAGE_BYTES,
     Abandon,
     Commit,
-    Corrupt,
     Done,
     Flush,
     Found,
     Inspect,
     Lookup,
     Pin,
-    Refused,
     Release,
-    Reply,
     Request,
     Reserve,
     Reserved,
+    reply_decoder,
 )
 from loomserve.kvstore.server.server import StoreServer
+from loomserve.kvstore.wire import MOST_MESSAGE_BYTES, Corrupt, Refused
 from tests.unit.kvstore.server.test_server import (
     LAYOUT,
     SPACE,
@@ -67,7 +65,7 @@ class HostileClient:
         self._options, self._known = options, known
         self._random = random.Random(5)
         self._encode = msgspec.msgpack.Encoder().encode
-        self._answers = msgspec.msgpack.Decoder(Reply)
+        self._answers = reply_decoder()
         self._ids = [0, 1, -1, 2**62]
         self.refused = self.answered = 0
         self._connect()
@@ -203,7 +201,7 @@ def test_ids_of_other_clients_cannot_be_guessed_from_ones_own(
 def test_leases_pins_and_kinds_of_blocks_are_bounded(
     options: StoreOptions, server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leases, "MOST_LEASES", 5)
+    monkeypatch.setattr(grants, "MOST_LEASES", 5)
     monkeypatch.setattr(operators, "_MOST_PINS", 3)
     engine = Engine.of(options)
     ours = chain("a", 2)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from loomserve.kvstore.index.radix import KEY_BYTES
-from loomserve.kvstore.peers.members import Member
+from loomserve.kvstore.peers.messages import Member
 from loomserve.kvstore.peers.network import PeerNetwork
 from loomserve.kvstore.server.opening import start_server
 from loomserve.kvstore.server.options import StoreOptions
@@ -26,10 +26,10 @@ from loomserve.kvstore.server.protocol import (
     HotChains,
     Hottest,
     Lookup,
-    NetworkUsage,
     Release,
 )
 from loomserve.kvstore.server.server import StoreServer
+from loomserve.platform.state.kvstore import KvNetworkState
 from tests.unit.kvstore.server.test_server import (
     LAYOUT,
     MEMORY,
@@ -66,7 +66,7 @@ class Node:
         """Ask until so many blocks are in memory, as an engine does whose request waits."""
         within(5, lambda: self.ask(keys, holder=holder).in_memory >= blocks)
 
-    def usage(self) -> NetworkUsage:
+    def usage(self) -> KvNetworkState:
         network = self.engine.usage().network
         assert network is not None
         return network

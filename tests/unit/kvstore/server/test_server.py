@@ -41,6 +41,7 @@ from loomserve.kvstore.server.protocol import (
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.storage.checksum import BlockLayout, seed
+from loomserve.platform.state.kvstore import KvState
 from tests.unit.kvstore.sealing import seal_layer
 from tests.unit.stopping import stop
 from tests.waiting import PATIENCE_S, within
@@ -129,8 +130,8 @@ class Engine:
         self.client.ask(Release([found.lease]), Done)
         return len(slots)
 
-    def usage(self) -> StoreUsage:
-        return self.client.ask(Inspect(), StoreUsage)
+    def usage(self) -> KvState:
+        return self.client.ask(Inspect(), StoreUsage).state
 
     def wait_for_ssd(self, blocks: int) -> None:
         deadline = time.monotonic() + PATIENCE_S

@@ -8,8 +8,8 @@ import pytest
 
 from loomserve.kvstore.index.eviction import lru
 from loomserve.kvstore.index.index import Index
-from loomserve.kvstore.server.spaces import Space, Spaces
-from loomserve.kvstore.storage.checksum import PAGE, BlockLayout
+from loomserve.kvstore.server.spaces import Spaces
+from loomserve.kvstore.storage.checksum import PAGE, BlockLayout, Space
 
 ONE, OTHER = b"1" * 16, b"2" * 16
 SMALL, LARGE = BlockLayout(2, 3000), BlockLayout(3, 4000)

@@ -38,7 +38,6 @@ from loomserve.kvstore.server.protocol import (
     WRITE_S,
     Abandon,
     Commit,
-    Corrupt,
     Done,
     Flush,
     Found,
@@ -46,7 +45,6 @@ from loomserve.kvstore.server.protocol import (
     Lookup,
     Outdated,
     Pin,
-    Refused,
     Release,
     Reply,
     Request,
@@ -59,6 +57,9 @@ from loomserve.kvstore.server.store import BlockStore
 from loomserve.kvstore.storage.arena import Arena, ArenaOwner
 from loomserve.kvstore.storage.checksum import PAGE, BlockLayout, seed
 from loomserve.kvstore.storage.ssd import SsdTier
+from loomserve.kvstore.wire import Corrupt, Refused
+from loomserve.platform.state.kvstore import KvState
+from tests.unit.kvstore.index.invariants import check_index
 from tests.unit.kvstore.sealing import seal_layer
 
 P = ParamSpec("P")
@@ -292,17 +293,17 @@ class Home:
     def damage(self, slot: int) -> None:
         self.engine.view(slot, SMALL.slot_bytes)[100] ^= 255
 
-    def usage(self) -> StoreUsage:
-        return self.ask(Inspect(), StoreUsage)
+    def usage(self) -> KvState:
+        return self.ask(Inspect(), StoreUsage).state
 
     def segments(self) -> list[Path]:
         return sorted((self.folder / "ssd").glob("segment-*"))
 
     def check_slots(self) -> None:
         """Every slot is the index's, a writer's or a promotion's, and all that are, are."""
-        self.index.check()
+        check_index(self.index)
         held = [
-            slot for reserved in self.store._allocator.reservations() for slot in reserved.slots
+            slot for reserved in self.store.memory._reserved.values() for slot in reserved.slots
         ]
         held += [slot for node in self.nodes() for slot in node.slots]
         arena = [
@@ -1552,7 +1553,7 @@ class AnyInterleaving(RuleBasedStateMachine):
     @invariant()
     def the_quota_holds(self) -> None:
         store = self.home.store
-        assert store._allocator.held_bytes(store._spaces.of_model(MODELS[OTHER])) <= QUOTA
+        assert store.memory.held_bytes(store.memory.spaces.of_model(MODELS[OTHER])) <= QUOTA
 
     @invariant()
     def the_ssd_is_within_its_capacity(self) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from loomserve.kvstore.index.radix import KEY_BYTES
-from loomserve.kvstore.server.allocator import Reservation
+from loomserve.kvstore.server.grants import Reservation, Writers
 from loomserve.kvstore.server.protocol import WRITE_S
-from loomserve.kvstore.server.writers import Writers
 
 ONE, OTHER = b"1" * 16, b"2" * 16
 KEYS = b"".join(bytes([letter]) * KEY_BYTES for letter in b"abcd")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from loomserve.kvstore.storage.arena import Arena, ArenaOwner
 from loomserve.kvstore.storage.checksum import PAGE, BlockHeader, BlockLayout, seed
 from loomserve.platform.base.errors import StartError
-from tests.unit.kvstore.sealing import seal_layer
+from tests.unit.kvstore.sealing import is_whole, seal_layer
 
 EXTENT = 16 * PAGE
 SPAWN = multiprocessing.get_context("spawn")
@@ -37,7 +37,7 @@ def use_as_an_engine(path: Path, slot: int, block_seed: int, pipe: Connection) -
     layout = BlockLayout(3, 1000)
     view = Arena.attach(path).view(slot, layout.slot_bytes)
     pipe.send(layout.check(view, block_seed))
-    layout.piece(view, 1)[:] = 7
+    layout.pieces(view)[1][:] = 7
     seal_layer(layout, view, 1, block_seed)
     pipe.send("written")
 
@@ -57,7 +57,7 @@ def test_two_processes_see_the_same_bytes(tmp_path: Path) -> None:
     slot = owner.allocate(layout.slot_bytes, 40)[-1]
     view = owner.view(slot, layout.slot_bytes)
     for layer in range(3):
-        layout.piece(view, layer)[:] = layer + 1
+        layout.pieces(view)[layer][:] = layer + 1
         seal_layer(layout, view, layer, block_seed)
     here, there = SPAWN.Pipe()
     child = SPAWN.Process(
@@ -67,7 +67,7 @@ def test_two_processes_see_the_same_bytes(tmp_path: Path) -> None:
     assert here.recv() is True
     assert here.recv() == "written"
     child.join()
-    assert layout.piece(view, 1).tolist() == [7] * 1000
+    assert layout.pieces(view)[1].tolist() == [7] * 1000
     assert layout.check(view, block_seed)
 
 
@@ -292,7 +292,7 @@ def test_every_changed_byte_of_a_layer_is_noticed(
     view = np.zeros(layout.slot_bytes, np.uint8)
     assert not layout.check(view, block_seed)
     for layer in range(layers):
-        layout.piece(view, layer)[:] = data.draw(st.integers(0, 255))
+        layout.pieces(view)[layer][:] = data.draw(st.integers(0, 255))
         seal_layer(layout, view, layer, block_seed)
     assert layout.check(view, block_seed)
     assert not layout.check(view, seed(b"n" * 16, b"j" * 16))
@@ -300,7 +300,7 @@ def test_every_changed_byte_of_a_layer_is_noticed(
     assert not layout.check(np.append(view, view), block_seed)
     at = data.draw(st.integers(0, layout.block_bytes - 1))
     view[at] ^= data.draw(st.integers(1, 255))
-    assert [layout.check_layer(view, layer, block_seed) for layer in range(layers)] == [
+    assert [is_whole(layout, view, layer, block_seed) for layer in range(layers)] == [
         layer != at // layer_bytes for layer in range(layers)
     ]
 
@@ -309,8 +309,8 @@ def test_two_layers_cannot_change_places() -> None:
     layout, block_seed = BlockLayout(2, 8), seed(b"n" * 16, b"k" * 16)
     view = np.zeros(layout.slot_bytes, np.uint8)
     for layer in range(2):
-        layout.piece(view, layer)[:] = layer + 1
+        layout.pieces(view)[layer][:] = layer + 1
         seal_layer(layout, view, layer, block_seed)
     view[:32] = view[[*range(8, 16), *range(8), *range(24, 32), *range(16, 24)]]
-    assert not layout.check_layer(view, 0, block_seed)
-    assert not layout.check_layer(view, 1, block_seed)
+    assert not is_whole(layout, view, 0, block_seed)
+    assert not is_whole(layout, view, 1, block_seed)

@@ -19,10 +19,10 @@ from loomserve.kvstore.transport.protocol import (
     PeerAddress,
     PeerGoneError,
     PeerRefusedError,
-    Spoiled,
     Subscribe,
 )
 from loomserve.kvstore.transport.tcp import TcpTransport
+from loomserve.kvstore.wire import Corrupt
 from loomserve.platform.base.errors import StartError
 from tests.waiting import PATIENCE_S
 
@@ -82,7 +82,7 @@ def wanted(blocks: int, first: int = 0) -> FetchRequest:
 @contextmanager
 def served(source: Blocks, token: str = TOKEN) -> Iterator[PeerAddress]:
     with closing(TcpTransport(token)) as transport:
-        yield transport.serve("127.0.0.1", source, source)
+        yield transport.serve("127.0.0.1", source, source.frames_after)
 
 
 def fetched(
@@ -172,7 +172,7 @@ def test_a_connection_that_ended_meanwhile_is_made_anew() -> None:
         with pytest.raises(PeerGoneError, match="cannot be reached"):
             fetched(transport, peer, wanted(1))
         with closing(TcpTransport(TOKEN)) as again:
-            other = again.serve("127.0.0.1", source, source)
+            other = again.serve("127.0.0.1", source, source.frames_after)
             assert fetched(transport, other, wanted(1)) == block(0)
 
 
@@ -192,13 +192,13 @@ def test_announcements_come_and_go_on_from_what_was_heard() -> None:
 def test_a_holder_hears_of_a_bad_block() -> None:
     source = Blocks()
     with served(source) as peer, closing(TcpTransport(TOKEN)) as transport:
-        transport.spoiled(peer, Spoiled(SPACE, b"k" * 32))
+        transport.spoiled(peer, Corrupt(SPACE, b"k" * 32))
         until = time.monotonic() + PATIENCE_S
         while not source.bad:
             assert time.monotonic() < until
             time.sleep(0.01)
         assert source.bad == [b"k" * 32]
-        transport.spoiled(PeerAddress("127.0.0.1", 1), Spoiled(SPACE, b"k" * 32))
+        transport.spoiled(PeerAddress("127.0.0.1", 1), Corrupt(SPACE, b"k" * 32))
 
 
 def test_who_does_not_know_the_token_gets_nothing() -> None:
@@ -260,7 +260,7 @@ def test_addresses_are_read_as_they_are_written() -> None:
         with pytest.raises(ValueError, match="host:port"):
             PeerAddress.parse(text)
     with pytest.raises(StartError, match="cannot listen on"):
-        TcpTransport(TOKEN).serve("203.0.113.1", Blocks(), Blocks())
+        TcpTransport(TOKEN).serve("203.0.113.1", Blocks(), Blocks().frames_after)
 
 
 def test_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,7 @@ def test_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Blocks()
     with closing(TcpTransport(TOKEN)) as one, closing(TcpTransport(TOKEN)) as other:
         try:
-            peer = one.serve("::1", source, source)
+            peer = one.serve("::1", source, source.frames_after)
         except StartError:
             pytest.skip("no IPv6 here")
         assert fetched(other, peer, wanted(1)) == block(0)

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loomserve.platform.access.limits import (
-    KeyUsage,
-    acquire,
-    acquire_more,
-    burst,
-    release,
-)
+from loomserve.platform.access.rates import burst
+from loomserve.platform.access.request_meter import RequestMeter
 from loomserve.platform.base.errors import BadRequest, TooManyRequests
 from loomserve.platform.config import ApiKey
 
@@ -30,11 +27,33 @@ def _key(requests_per_minute: int | None = None, max_concurrent: int | None = No
     )
 
 
+class Meter:
+    """The requests of one key on a clock that is set."""
+
+    def __init__(self, key: ApiKey) -> None:
+        self._key, self._now_s = key, 0.0
+        self._meter = RequestMeter(clock=lambda: self._now_s)
+        self.running = 0
+
+    def acquire(self, now_s: float = 0.0) -> None:
+        self._now_s = now_s
+        self._meter.acquire(self._key)
+        self.running += 1
+
+    def acquire_more(self, more: int) -> None:
+        self._meter.acquire_more(self._key, more)
+        self.running += more
+
+    def release(self, sequences: int = 1) -> None:
+        self._meter.release(self._key, sequences)
+        self.running -= sequences
+
+
 def _admitted_times(key: ApiKey, times_s: list[float]) -> list[float]:
-    usage, admitted = KeyUsage(), []
+    meter, admitted = Meter(key), []
     for now_s in times_s:
         try:
-            usage = acquire(key, usage, now_s)
+            meter.acquire(now_s)
         except TooManyRequests:
             continue
         admitted.append(now_s)
@@ -87,36 +106,37 @@ def test_a_client_that_keeps_to_the_rate_is_never_refused(
 @untimed
 @given(RATES, st.floats(0, 1e6), st.floats(0, 0.999))
 def test_retry_after_is_exact(requests_per_minute: int, now_s: float, early: float) -> None:
-    key, usage = _key(requests_per_minute), KeyUsage()
+    meter = Meter(_key(requests_per_minute))
     for _ in range(burst(requests_per_minute)):
-        usage = acquire(key, usage, now_s)
+        meter.acquire(now_s)
     with pytest.raises(TooManyRequests) as refusal:
-        acquire(key, usage, now_s)
+        meter.acquire(now_s)
     wait_s = refusal.value.retry_after_s
     assert wait_s is not None
     assert wait_s == pytest.approx(60 / requests_per_minute, rel=1e-3, abs=1e-6)
-    assert acquire(key, usage, now_s + wait_s + 1e-6).running == usage.running + 1
     with pytest.raises(TooManyRequests):
-        acquire(key, usage, now_s + wait_s * early - 1e-6)
+        meter.acquire(now_s + wait_s * early - 1e-6)
+    meter.acquire(now_s + wait_s + 1e-6)
 
 
 def test_a_refusal_costs_nothing() -> None:
-    key, usage = _key(6), KeyUsage()
-    usage = acquire(key, usage, 0.0)
+    meter = Meter(_key(6))
+    meter.acquire()
     for tenth in range(99):
         with pytest.raises(TooManyRequests):
-            acquire(key, usage, tenth / 10)
-    assert acquire(key, usage, 10.0).running == 2
+            meter.acquire(tenth / 10)
+    meter.acquire(10.0)
 
 
 def test_being_over_the_concurrency_spends_no_rate() -> None:
-    key = _key(requests_per_minute=1, max_concurrent=1)
-    busy = KeyUsage(running=1)
+    meter = Meter(_key(requests_per_minute=1, max_concurrent=1))
+    meter.acquire()
     with pytest.raises(TooManyRequests) as refusal:
-        acquire(key, busy, 0.0)
+        meter.acquire(100.0)
     assert refusal.value.code == "concurrency_limit_exceeded"
     assert refusal.value.retry_after_s is not None
-    assert acquire(key, release(busy), 0.0).running == 1
+    meter.release()
+    meter.acquire(100.0)
 
 
 @untimed
@@ -128,28 +148,25 @@ def test_being_over_the_concurrency_spends_no_rate() -> None:
 def test_running_requests_stay_between_none_and_the_limit_and_release_restores(
     max_concurrent: int, requests_per_minute: int | None, steps: list[tuple[bool, float]]
 ) -> None:
-    key, usage, running, now_s = _key(requests_per_minute, max_concurrent), KeyUsage(), 0, 0.0
+    meter, now_s = Meter(_key(requests_per_minute, max_concurrent)), 0.0
     for asks, gap_s in steps:
         now_s += gap_s
         if asks:
-            try:
-                usage = acquire(key, usage, now_s)
-                running += 1
-            except TooManyRequests:
-                pass
-        elif running:
-            usage = release(usage)
-            running -= 1
-        assert usage.running == running
-        assert 0 <= usage.running <= max_concurrent
-    for _ in range(running):
-        usage = release(usage)
-    assert usage.running == 0
+            with suppress(TooManyRequests):
+                meter.acquire(now_s)
+        elif meter.running:
+            meter.release()
+        assert 0 <= meter.running <= max_concurrent
+    for _ in range(meter.running):
+        meter.release()
+    for _ in range(max_concurrent):
+        now_s += 60
+        meter.acquire(now_s)
 
 
 def test_a_release_without_a_request_is_an_error() -> None:
     with pytest.raises(ValueError, match="without a running request"):
-        release(KeyUsage())
+        Meter(_key()).release()
 
 
 def test_a_key_without_limits_is_never_refused() -> None:
@@ -157,31 +174,33 @@ def test_a_key_without_limits_is_never_refused() -> None:
 
 
 def test_a_clock_that_steps_back_admits_no_more() -> None:
-    key, usage = _key(6), KeyUsage()
-    usage = acquire(key, usage, 100.0)
+    meter = Meter(_key(6))
+    meter.acquire(100.0)
     with pytest.raises(TooManyRequests):
-        acquire(key, usage, 50.0)
+        meter.acquire(50.0)
 
 
 def test_a_request_counts_as_its_sequences_once_it_was_read() -> None:
-    key = _key(max_concurrent=8)
-    usage = acquire_more(key, acquire(key, KeyUsage(), 0.0), 4)
-    assert usage.running == 5
-    usage = acquire(key, usage, 0.0)
+    meter = Meter(_key(max_concurrent=8))
+    meter.acquire()
+    meter.acquire_more(4)
+    meter.acquire()
     with pytest.raises(TooManyRequests):
-        acquire_more(key, usage, 3)
-    usage = acquire_more(key, usage, 2)
+        meter.acquire_more(3)
+    meter.acquire_more(2)
     with pytest.raises(TooManyRequests):
-        acquire(key, usage, 0.0)
-    usage = release(release(usage, 5), 3)
-    assert usage.running == 0
+        meter.acquire()
+    meter.release(5)
+    meter.release(3)
     with pytest.raises(ValueError, match="release"):
-        release(usage, 1)
+        meter.release()
 
 
 def test_more_sequences_than_a_key_may_ever_have_are_no_matter_of_time() -> None:
-    key = _key(max_concurrent=8)
-    usage = acquire(key, KeyUsage(), 0.0)
+    meter = Meter(_key(max_concurrent=8))
+    meter.acquire()
     with pytest.raises(BadRequest, match="Ask for fewer"):
-        acquire_more(key, usage, 8)
-    assert acquire_more(_key(), usage, 1000).running == 1001
+        meter.acquire_more(8)
+    unlimited = Meter(_key())
+    unlimited.acquire()
+    unlimited.acquire_more(1000)

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.access.request_meter import RequestMeter
 from loomserve.platform.access.shared_counts import SharedCounts
-from loomserve.platform.access.token_meter import TokenMeter
+from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.base.errors import BadRequest, TooManyRequests
 from loomserve.platform.config import ApiKey
 

@@ -9,11 +9,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from loomserve.platform.access.allowances import Allowances
-from loomserve.platform.access.metrics import KeyMetrics
-from loomserve.platform.access.model_meter import ModelMeter
 from loomserve.platform.access.policy.bank import LimitAnswer, LimitBank, LimitReport
 from loomserve.platform.access.request_meter import RequestMeter
-from loomserve.platform.access.token_meter import TokenMeter
+from loomserve.platform.access.sequences import ModelMeter
+from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.config import ApiKey
 from tests.waiting import PATIENCE_S

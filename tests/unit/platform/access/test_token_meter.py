@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from loomserve.platform.access.metrics import KeyMetrics
-from loomserve.platform.access.shared_counts import OnlyOne
-from loomserve.platform.access.token_meter import TokenMeter
+from loomserve.platform.access.shared_counts import Counts
+from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.config import ApiKey
 
@@ -58,7 +57,7 @@ def test_a_file_that_cannot_be_read_for_now_is_not_written_over(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def meter() -> TokenMeter:
-        metrics, counts = KeyMetrics(CollectorRegistry()), OnlyOne()
+        metrics, counts = KeyMetrics(CollectorRegistry()), Counts()
         return TokenMeter(metrics, file, counts=counts, clock=lambda: 7.0, unix_clock=lambda: 1e9)
 
     one, other = meter(), meter()

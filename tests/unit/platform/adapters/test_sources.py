@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from loomserve.platform.adapters.files import kept_folder
-from loomserve.platform.adapters.sources import check_configured, take, take_configured
+from loomserve.platform.adapters.sources import check_configured, kept_folder, take, take_configured
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.config import Model
 from tests.peft_folders import write_adapter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.platform.base.generation import LatestGeneration
+from loomserve.platform.base.sqlite import LatestGeneration
 
 
 @given(st.lists(st.integers(0, 5)))

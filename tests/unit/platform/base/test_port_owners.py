@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from loomserve.platform.base import port_owners
+from loomserve.platform.base import loopback
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.base.port_owners import check_listeners
+from loomserve.platform.base.loopback import check_listeners
 
 ME, STRANGER = 4_000_001, 4_000_002
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout"
@@ -33,7 +33,7 @@ Row = tuple[str, int]
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     paths = tmp_path / "tcp", tmp_path / "tcp6"
-    monkeypatch.setattr(port_owners, "_TABLES", paths)
+    monkeypatch.setattr(loopback, "_TABLES", paths)
     monkeypatch.setattr(os, "geteuid", lambda: ME)
     return paths
 

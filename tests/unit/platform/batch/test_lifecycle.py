@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from loomserve.platform.batch import ending, lifecycle
-from loomserve.platform.batch.policy import retries, working_set
+from loomserve.platform.batch.policy import progress
 from loomserve.platform.batch.policy.objects import BatchRecord
 from loomserve.platform.batch.policy.status import BatchStatus
 from tests.unit.platform.batch.test_lane import Bench, Engines, hurry, requests, until
@@ -27,7 +27,7 @@ def anyio_backend() -> str:
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
-    monkeypatch.setattr(retries, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(progress, "_FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(lifecycle, "_NO_ROOM_S", 0.01)
 
 
@@ -144,7 +144,7 @@ async def test_an_error_of_the_lane_itself_is_tried_again(
 async def test_lines_beyond_the_bound_wait_in_the_store_and_are_all_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(working_set, "MOST_LINES", 20)
+    monkeypatch.setattr(progress, "MOST_LINES", 20)
     bench = Bench(tmp_path / "b", Engines(delay_s=0.01), concurrency=4)
     batches = [bench.submit(requests(8)) for _ in range(6)]
     most = 0

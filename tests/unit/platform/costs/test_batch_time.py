@@ -57,7 +57,7 @@ def test_many_batches_are_predicted_as_each_alone() -> None:
 
 
 def test_nothing_is_learnt_before_two_minutes_and_all_that_was_wrong_after_them() -> None:
-    times = BatchTimes(GRID, now=50.0, neighbours=1)
+    times = BatchTimes(GRID, now=50.0)
     before = predicted(times, UNKNOWN)
     times.finished(UNKNOWN, 90.0, now=60.0)
     times.finished(*GRID[0], now=169.9)
@@ -108,7 +108,6 @@ def test_the_error_falls_as_batches_finish() -> None:
     assert times.samples < 120
 
 
-@pytest.mark.parametrize(("samples", "neighbours"), [([], 3), (GRID, 0)])
-def test_it_must_know_something(samples: list[TimedBatch], neighbours: int) -> None:
+def test_it_must_know_something() -> None:
     with pytest.raises(ValueError, match="at least one"):
-        BatchTimes(samples, 0.0, neighbours)
+        BatchTimes([], 0.0)

@@ -61,7 +61,7 @@ def test_a_saved_profile_predicts_from_the_first_step(tmp_path: Path) -> None:
     steps, transfers = load("w", ENGINE)
     assert steps.seconds(Step.of([(0, 100)])) == pytest.approx(0.11, rel=0.01)
     assert steps.prefill_s(512, 256) == pytest.approx(0.532, rel=0.01)
-    assert transfers.out_s(2_000_000) == pytest.approx(2e-3)
+    assert transfers.out.seconds(2_000_000) == pytest.approx(2e-3)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,14 @@ def test_other_weights_profile_is_refused() -> None:
         read(save(PROFILE), "v", ENGINE)
 
 
-def test_a_damaged_profile_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("field", "whole", "damaged"),
+    [("degree", '"degree":1', '"degree":9'), ("regressor", '"linear"', '"random forest"')],
+)
+def test_a_damaged_profile_is_refused(field: str, whole: str, damaged: str) -> None:
     path = save(PROFILE)
-    path.write_text(path.read_text().replace('"degree":1', '"degree":9'))
-    with pytest.raises(ProfileError, match="degree"):
+    path.write_text(path.read_text().replace(whole, damaged))
+    with pytest.raises(ProfileError, match=field):
         read(path, "w", ENGINE)
 
 
@@ -100,6 +104,6 @@ def test_without_its_profile_an_engine_learns(caplog: pytest.LogCaptureFixture) 
     step = Step.of([(0, 64)])
     for _ in range(20):
         steps.observe(step, 7.0)
-        transfers.observe_out(10**6, 3.0)
+        transfers.out.observe(10**6, 3.0)
     assert steps.seconds(step) == pytest.approx(7, rel=0.1)
-    assert transfers.out_s(10**6) == pytest.approx(3, rel=0.1)
+    assert transfers.out.seconds(10**6) == pytest.approx(3, rel=0.1)

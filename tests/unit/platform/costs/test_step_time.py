@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from loomserve.platform.costs import step_time
 from loomserve.platform.costs.correction import Correction
-from loomserve.platform.costs.step_time import OnlineModel, Step, StepTimes, prefill
+from loomserve.platform.costs.step_time import OnlineModel, Step, StepTimes
+from tests.unit.platform.costs.test_regressors import prefill
 
 PARTS = st.lists(st.tuples(st.integers(0, 4096), st.integers(1, 2048)), min_size=1, max_size=40)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from loomserve.platform.devices import precision
+from loomserve.platform.devices import machine
 
 
 def test_it_is_torchs_own_word_for_this_machine() -> None:
     native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert precision.cpu_dtype() == ("auto" if native else "float32")
+    assert machine.cpu_dtype() == ("auto" if native else "float32")
 
 
 @pytest.mark.parametrize(
@@ -30,5 +30,5 @@ def test_what_a_cpu_says_of_itself(
     cpuinfo: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(cpuinfo)
-    monkeypatch.setattr(precision, "_CPUINFO", tmp_path / "cpuinfo")
-    assert precision.cpu_dtype() == dtype
+    monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "cpuinfo")
+    assert machine.cpu_dtype() == dtype

@@ -13,7 +13,7 @@ from vllm.device_allocator import AllocationData
 from vllm.device_allocator.cumem import CuMemAllocator
 
 from loomserve.platform.devices.memory import GPU_CONTEXT_BYTES, GPU_ENGINE_BYTES
-from loomserve.platform.engine.gpu_memory import taken_bytes
+from loomserve.platform.engine.resumption.gpu_worker import taken_bytes
 
 GPU = torch.device("cuda", 1)
 WEIGHTS, KV, OTHER = 16 * 2**30, 8 * 2**30, 2**28

@@ -12,8 +12,16 @@ import pytest
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.engine import hooks
-from loomserve.platform.engine.hook_table import TABLE, TESTED_VERSIONS, Hook, HookKind
-from loomserve.platform.engine.hooks import ClassSource, find_class, problems, verify
+from loomserve.platform.engine.hooks import (
+    TABLE,
+    TESTED_VERSIONS,
+    Hook,
+    HookKind,
+    Source,
+    find_class,
+    problems,
+    verify,
+)
 
 ROOT = Path(__file__).parents[4]
 CODE = ("platform", "deployments", "routers", "kvstore")
@@ -96,7 +104,7 @@ def imports(path: Path) -> dict[str, tuple[str, str]]:
     }
 
 
-def bases(path: Path, node: ast.ClassDef) -> Iterator[ClassSource | tuple[Path, ast.ClassDef]]:
+def bases(path: Path, node: ast.ClassDef) -> Iterator[Source | tuple[Path, ast.ClassDef]]:
     """Classes that it inherits from: vLLM's and Ray's, and our own with all of theirs."""
     here = {each.name: each for each in parsed(path).body if isinstance(each, ast.ClassDef)}
     for base in node.bases:
@@ -121,7 +129,7 @@ def bases(path: Path, node: ast.ClassDef) -> Iterator[ClassSource | tuple[Path, 
 def touched(path: Path, node: ast.ClassDef) -> set[str]:
     """Inherited members of vLLM's or Ray's that a class of ours overrides, reads or writes."""
     line = list(bases(path, node))
-    theirs = [one for one in line if isinstance(one, ClassSource)]
+    theirs = [one for one in line if isinstance(one, Source)]
     ours = set(hooks._named(node.body))
     for one in line:
         if isinstance(one, tuple):
@@ -138,17 +146,17 @@ def touched(path: Path, node: ast.ClassDef) -> set[str]:
     return {name for name in names if any(one.has(name) for one in theirs)}
 
 
-def subclasses() -> Iterator[tuple[str, ast.ClassDef, set[str], list[ClassSource]]]:
+def subclasses() -> Iterator[tuple[str, ast.ClassDef, set[str], list[Source]]]:
     for folder in CODE:
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in parsed(path).body:
                 if isinstance(node, ast.ClassDef):
-                    theirs = [b for b in bases(path, node) if isinstance(b, ClassSource)]
+                    theirs = [b for b in bases(path, node) if isinstance(b, Source)]
                     if theirs:
                         yield str(path.relative_to(ROOT)), node, touched(path, node), theirs
 
 
-def line_of(source: ClassSource) -> set[str]:
+def line_of(source: Source) -> set[str]:
     return {f"{one.module}:{one.node.name}" for one in source.line()}
 
 

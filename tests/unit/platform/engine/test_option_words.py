@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from loomserve.deployments.controller.models import _reason
-from loomserve.platform.engine.options.words import in_fields
+from loomserve.platform.engine.options.known import in_fields
 from loomserve.platform.http.engine_errors import normalise
 
 FIELD = "models[].engine."

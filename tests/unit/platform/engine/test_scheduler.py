@@ -26,12 +26,12 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-from loomserve.platform.engine.resumption.tokens import RESUMED
+from loomserve.platform.engine.resumption.travelling import RESUMED
 from loomserve.platform.engine.scheduler import AdaptiveScheduler, make_scheduler
 from loomserve.platform.engine.scheduling.device_time import take_device_s
 from loomserve.platform.engine.scheduling.step_hooks import StepHooks
 from loomserve.platform.scheduling.options import SchedulerOptions
-from loomserve.platform.scheduling.policy.background import BACKGROUND
+from loomserve.platform.scheduling.policy.hints import BACKGROUND
 from tests.integration import tiny_llama
 
 BLOCKS, SIZE = 33, 32

@@ -77,7 +77,7 @@ def test_replicas_of_one_model_have_parts_of_one_another_and_only_if_ordered() -
         some.report(report(f"h{number}", f"core{number}", model=model), 0)
     me = borrowing().model_copy(update={"model": model})
     assert not some.report(me, 0).lenders
-    records = {each.heartbeat.replica_id: each.shard_lenders for each in some.engine_records(0)}
+    records = {each.id: some.loans.shard_lenders(each, 0) for each in some.registry.all_live(0)}
     assert records == {"h0": {"h1", "h2"}, "h1": {"h0", "h2"}, "h2": {"h0", "h1"}}
     some.loans.move_shard("h0", model.name, {"heads": 1}, "core2")
     desired = some.report(me, 0)
@@ -176,11 +176,11 @@ def test_those_who_move_work_see_live_engines_with_lenders_and_limits() -> None:
     some = lending_fleet()
     some.report(borrowing(loan("c1")), 1)
     some.loans.limit("h0", "org/cold", 300)
-    records = {each.heartbeat.replica_id: each for each in some.engine_records(1)}
-    assert [lender.id for lender in records["h0"].lenders] == ["c1"]
-    assert records["h0"].shard_lenders == {"c1"}
-    assert records["h0"].limits == {"org/cold": 300}
-    assert not records["c1"].lenders
+    hot, cold = (some.registry.live_replica(each, 1) for each in ("h0", "c1"))
+    assert [lender.id for lender in some.loans.lenders(hot, 1)] == ["c1"]
+    assert some.loans.shard_lenders(hot, 1) == {"c1"}
+    assert some.loans.limits("h0") == {"org/cold": 300}
+    assert not list(some.loans.lenders(cold, 1))
     some.registry.begin_unload("org/cold", deadline=9)
     assert some.registry.targets() == {"org/hot": 1}
 

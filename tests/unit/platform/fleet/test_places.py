@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.platform.fleet.places import places
+from loomserve.platform.fleet.nodes import places
 
 ABC = ("a", "b", "c")
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from loomserve.platform.base.errors import TakenOver
-from loomserve.platform.fleet.wish_store import WishStore
-from loomserve.platform.fleet.wishes import Wishes
+from loomserve.platform.fleet.wishes import Wishes, WishStore
 
 DRAINED = Wishes(drained_nodes=("two",))
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from starlette.types import ASGIApp
 
-from loomserve.platform.http.protocol import BoundedProtocol, Bounds, bounded_protocol
+from loomserve.platform.http.protocol import BoundedProtocol, Bounds
 from loomserve.platform.http.server import HttpServer, listen
 from tests.waiting import PATIENCE_S
 
@@ -24,7 +24,7 @@ class RawServer:
 
     def __init__(self, app: ASGIApp, bounds: Bounds, sock: socket.socket) -> None:
         self.port = int(sock.getsockname()[1])
-        self.http = HttpServer(app, sock, protocol=bounded_protocol(bounds))
+        self.http = HttpServer(app, sock, bounds=bounds)
 
     @property
     def connections(self) -> list[BoundedProtocol]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loomserve.platform.access.shared_counts import SharedCounts
-from loomserve.platform.http.address_limit import AddressLimit
+from loomserve.platform.http.protocol import AddressLimit
 
 
 def test_connections_count_until_they_end() -> None:

@@ -15,7 +15,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from loomserve.platform.base import descriptors
-from loomserve.platform.http import listener
+from loomserve.platform.http import server
 from loomserve.platform.http.protocol import Bounds
 from tests.unit.platform.http.raw import RawServer, Streams, serving
 
@@ -92,7 +92,7 @@ async def test_connections_without_a_request_give_way_the_oldest_first() -> None
 async def test_a_connection_kept_after_an_answer_gives_way_after_the_others_and_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(listener, "_KEPT_S", 0.5)
+    monkeypatch.setattr(server, "_KEPT_S", 0.5)
     async with serving(answers, Bounds(head_timeout_s=60, max_connections=2)) as served:
         kept, silent = await served.connect(), await served.connect()
         kept[1].write(GET)
@@ -128,7 +128,7 @@ async def test_running_answers_do_not_give_way() -> None:
 CHILD = """
 import asyncio, resource, sys, uvloop
 from loomserve.platform.base.descriptors import connections_that_fit, raise_limit
-from loomserve.platform.http.protocol import Bounds, bounded_protocol
+from loomserve.platform.http.protocol import Bounds
 from loomserve.platform.http.server import HttpServer, listen
 from tests.unit.platform.http.test_crowds import answers
 
@@ -138,7 +138,7 @@ async def main():
     held = [open("/dev/null") for _ in range(86)]
     sock = listen("127.0.0.1", 0)
     bounds = Bounds(head_timeout_s=10, max_connections=int(sys.argv[1]), send_timeout_s=30)
-    await HttpServer(answers, sock, protocol=bounded_protocol(bounds)).start()
+    await HttpServer(answers, sock, bounds=bounds).start()
     print(sock.getsockname()[1], flush=True)
     while True:
         # What else a process opens must still be had.

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loomserve.platform.base.errors import BadRequest, RequestError, TooManyRequests
 from loomserve.platform.config import Server
-from loomserve.platform.http.direct_posts import DirectPosts
+from loomserve.platform.http.asgi import DirectPosts
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
 
 PATH = "/v1/completions"

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER
-from loomserve.platform.http.guarded_app import GuardedApp
+from loomserve.platform.http.server import GuardedApp
 
 
 async def open_requests(request: Request) -> Response:

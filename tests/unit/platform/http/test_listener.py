@@ -17,8 +17,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from loomserve.platform.http.address_limit import AddressLimit
-from loomserve.platform.http.protocol import Bounds, bounded_protocol
+from loomserve.platform.http.protocol import AddressLimit, Bounds
 from loomserve.platform.http.server import HttpServer, listen
 from loomserve.platform.http.tls import LiveCertificate, trust_in
 from tests.unit.certificates import Pair, make_pair
@@ -74,7 +73,7 @@ async def serving(
     server = HttpServer(
         Starlette(routes=[Route("/", scheme)]),
         sock,
-        protocol=bounded_protocol(Bounds(timeout_s, max_connections, by_address)),
+        bounds=Bounds(timeout_s, max_connections, by_address),
         certificate=LiveCertificate(pair.write(folder)),
     )
     await server.start()

@@ -8,8 +8,8 @@ from fastapi import APIRouter, FastAPI
 
 from loomserve.platform.base.errors import NotFound
 from loomserve.platform.http import missing_endpoints
+from loomserve.platform.http.ingress.paths import nothing_at
 from loomserve.platform.http.missing_endpoints import MissingEndpoints
-from loomserve.platform.http.refused_paths import nothing_at
 
 
 def model(*paths: str) -> FastAPI:

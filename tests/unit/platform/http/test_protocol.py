@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from loomserve.platform.http.protocol import Bounds, bounded_protocol
+from loomserve.platform.http.protocol import Bounds
 from loomserve.platform.http.server import HttpServer, listen
 from tests.waiting import PATIENCE_S
 
@@ -29,9 +29,7 @@ async def serving(head_timeout_s: float = 0.3, max_connections: int = 10) -> Asy
     sock = listen("127.0.0.1", 0)
     port = sock.getsockname()[1]
     app = Starlette(routes=[Route("/", hello)])
-    server = HttpServer(
-        app, sock, protocol=bounded_protocol(Bounds(head_timeout_s, max_connections))
-    )
+    server = HttpServer(app, sock, bounds=Bounds(head_timeout_s, max_connections))
     await server.start()
     try:
         yield lambda: asyncio.open_connection("127.0.0.1", port)

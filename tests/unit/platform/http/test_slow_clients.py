@@ -13,10 +13,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loomserve.platform.access.keys import hash_key
 from loomserve.platform.config import Server
-from loomserve.platform.http.address_limit import AddressLimit
-from loomserve.platform.http.client_gone import ClientGoneError, while_connected
+from loomserve.platform.http.asgi import ClientGoneError, while_connected
 from loomserve.platform.http.ingress import ingress_middleware
-from loomserve.platform.http.protocol import Bounds
+from loomserve.platform.http.protocol import AddressLimit, Bounds
 from tests.unit.platform.http.raw import serving
 from tests.waiting import PATIENCE_S
 

@@ -18,16 +18,16 @@ from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
 from loomserve.platform.lengths.predict.prediction import LengthQuery, Prediction
 from loomserve.platform.lengths.service import LengthPredictions
 from loomserve.platform.lengths.stored import (
-    StoredPredictor,
     check_predictor,
     folder_of,
     open_predictor,
     prepare_predictor,
     remember_embeddings,
 )
+from loomserve.platform.lengths.training.learner import Learner
 from loomserve.platform.lengths.training.versions import PredictorVersions
 from loomserve.platform.requests.metrics import GatewayMetrics
-from loomserve.platform.scheduling.policy.expected import Expected
+from loomserve.platform.scheduling.policy.hints import Expected
 from tests.unit.platform.lengths import lengths_folder
 from tests.waiting import PATIENCE_S
 
@@ -79,11 +79,11 @@ class Gateway:
         self.opened: list[str] = []
         self.lengths = LengthPredictions(metrics, open_one=self._open, limit_s=limit_s)
 
-    def _open(self, name: str) -> StoredPredictor:
+    def _open(self, name: str) -> Learner:
         if name == "broken":
             raise ConfigError("gone")
         self.opened.append(name)
-        return cast(StoredPredictor, self.predictor)
+        return cast(Learner, self.predictor)
 
     async def serve(self, **names: str) -> None:
         self.lengths.set_models(names)
@@ -249,7 +249,7 @@ def test_a_model_without_a_trained_predictor_begins_one_of_its_own_name_once(
         prepare_predictor(model)
     check_predictor(model)
     opened = open_predictor("org--chat")
-    assert opened.learner.version == 1
+    assert opened.version == 1
     assert opened.predict(LengthQuery("", "translate this", 2, 30)) is None
     (folder_of("org--chat") / "embeddings").unlink()
     with pytest.raises(ConfigError, match=r"model 'org/chat'.*does not say whose embeddings"):

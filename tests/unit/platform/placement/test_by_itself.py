@@ -17,7 +17,7 @@ from loomserve.platform.placement import division_of_model
 from loomserve.platform.placement.by_itself import Placed, leaves_something, placed, placed_late
 from loomserve.platform.placement.own_devices import NodeParts
 from loomserve.platform.placement.own_placement import placed_here, said
-from loomserve.platform.placement.policy.model_shape import ModelShape
+from loomserve.platform.placement.policy.graph import ModelShape
 
 GIB = 2**30
 WEIGHTS = GIB // 4

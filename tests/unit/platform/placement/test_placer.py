@@ -26,7 +26,7 @@ from loomserve.platform.placement.policy.device_times import (
     StageTimes,
     stage_times,
 )
-from loomserve.platform.placement.policy.model_shape import ModelShape
+from loomserve.platform.placement.policy.graph import ModelShape
 from loomserve.platform.placement.policy.placer import Wanted, place_models
 
 GIB = 2**30

@@ -17,7 +17,6 @@ from loomserve.platform.rebalancing.policy.snapshot import (
     ModelSnapshot,
     MoveKind,
     Snapshot,
-    utilisations,
 )
 from loomserve.platform.state.roles import Role
 
@@ -212,7 +211,7 @@ def noisy(snapshot: Snapshot, noise: Mapping[str, float]) -> Snapshot:
 
 
 def proposed(snapshot: Snapshot, options: Rebalancing = OPTIONS) -> Proposal:
-    heat = classify({}, utilisations(snapshot), options)
+    heat = classify({}, snapshot.loads, options)
     return propose(snapshot, heat, Corrections(), options)
 
 
@@ -224,7 +223,7 @@ def carried_on(
     history = []
     for period in range(periods):
         snapshot = measured_at(snapshot, period * PERIOD_S)
-        heat = classify(heat, utilisations(snapshot), options)
+        heat = classify(heat, snapshot.loads, options)
         proposal = propose(snapshot, heat, Corrections(), options)
         history.append((snapshot, proposal))
         snapshot = proposal.after

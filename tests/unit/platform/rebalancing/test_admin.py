@@ -80,7 +80,7 @@ def runner(tmp_path: Path) -> RebalancingRunner:
             )
             fleet.report(made_up.told(said, now), now)
             runner.observe(said)
-    asyncio.run(runner._rebalancer.tick())
+    asyncio.run(runner.rebalancer.tick())
     return runner
 
 
@@ -204,7 +204,7 @@ def test_what_cannot_be_done_is_refused_in_openais_format(
 def test_a_controller_that_does_not_act_says_so(
     client: TestClient, runner: RebalancingRunner
 ) -> None:
-    runner._rebalancer._store.release()
+    runner.rebalancer._store.release()
     for method, path in (("POST", "/plans"), ("GET", "/plans"), ("PUT", "/rebalancing")):
         answer = client.request(method, path, json={"mode": "off"} if method == "PUT" else {})
         assert answer.status_code == 503
@@ -241,7 +241,7 @@ def test_the_command_does_what_the_api_does(url: str, client: TestClient) -> Non
 
 
 def test_every_kind_of_event_is_a_row(url: str, runner: RebalancingRunner) -> None:
-    rebalancer = runner._rebalancer
+    rebalancer = runner.rebalancer
     events = [Event(at=0.0, kind=kind, loads_before={"core0": 1.25}) for kind in EventKind]
     rebalancer._store.save(rebalancer._kept, rebalancer._history, events)
     code, shown = command(url, "events")

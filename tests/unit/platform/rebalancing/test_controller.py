@@ -21,7 +21,8 @@ from loomserve.platform.rebalancing.plans.reports import EventKind, Kept
 from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError, SupersededError
 from loomserve.platform.rebalancing.policy.actions import Action, ActionKind, AddReplica, Move
 from loomserve.platform.rebalancing.policy.limits import Reason
-from loomserve.platform.rebalancing.policy.snapshot import MoveKind, Unfit, utilisations
+from loomserve.platform.rebalancing.policy.measured import Unfit
+from loomserve.platform.rebalancing.policy.snapshot import MoveKind
 from tests.unit.platform.rebalancing.actuators.written import Platform, WrittenActuator
 from tests.unit.platform.rebalancing.fleets import MIB, fleet
 
@@ -91,14 +92,14 @@ OFF = AUTO.model_copy(update={"controller": "off"})
 async def test_auto_evens_the_loads_out_measures_what_it_gained_and_then_rests(
     bench: Bench,
 ) -> None:
-    loads = utilisations(bench.platform.snapshot)
+    loads = bench.platform.snapshot.loads
     async with bench.running() as controller:
         await bench.until(controller, lambda: bool(controller.plans()))
         (plan,) = controller.plans()
         assert plan.origin is Origin.CONTROLLER
         await bench.until(controller, lambda: controller.plans()[0].status is PlanStatus.DONE)
         (plan,) = controller.plans()
-        after = utilisations(bench.platform.snapshot)
+        after = bench.platform.snapshot.loads
         assert max(after.values()) - min(after.values()) <= AUTO.falling
         assert plan.real_gain == pytest.approx(plan.predicted.gain, rel=1e-3)
         for step in plan.steps:

@@ -18,15 +18,10 @@ from loomserve.platform.placement.policy.device_times import (
     MeasuredDevice,
     MeasuredLink,
 )
-from loomserve.platform.rebalancing.observe import PROFILE, measured_snapshot, sums_of
+from loomserve.platform.rebalancing.observe import PROFILE, measured, sums_of
+from loomserve.platform.rebalancing.policy.measured import Measured, Unfit, flaws
 from loomserve.platform.rebalancing.policy.rates import Rates
-from loomserve.platform.rebalancing.policy.snapshot import (
-    Measured,
-    MoveKind,
-    Snapshot,
-    Unfit,
-    flaws,
-)
+from loomserve.platform.rebalancing.policy.snapshot import MoveKind, Snapshot
 from loomserve.platform.state import (
     FootprintState,
     Pace,
@@ -101,24 +96,24 @@ def seen(
         fleet.registry.add(model, 1)
     for step in (0.0, seconds):
         for each in reports:
-            measured = with_(each, load(NOW - seconds + step, step, **changes), made or footprint())
-            fleet.report(told(measured, step), step)
-            sums = sums_of(measured)
+            at_s = NOW - seconds + step
+            given = with_(each, load(at_s, step, **changes), made or footprint())
+            fleet.report(told(given, at_s), at_s)
+            sums = sums_of(given)
             assert sums is not None
             rates.take(each.replica_id, *sums)
     for lender, most in (limits or {}).items():
         fleet.loans.limit("h0", lender, most)
-    return measured_snapshot(
-        NOW,
-        NOW,
-        0.0,
-        devices,
-        fleet.registry.targets(),
-        fleet.engine_records(seconds),
-        rates,
-        profile,
-        {MoveKind.REQUESTS: frozenset({"h0", "c1"})},
-    )
+    return now_measured(fleet, rates, profile, devices)
+
+
+def now_measured(
+    fleet: Fleet,
+    rates: Rates,
+    profile: DeviceProfile | None = PROFILED,
+    devices: tuple[Device, ...] = DEVICES,
+) -> Measured:
+    return measured(fleet, devices, rates, profile, at_s=NOW, monotonic_s=NOW, changed_at_s=0)
 
 
 def snapshot(measured: Measured) -> Snapshot:
@@ -211,22 +206,10 @@ def test_one_more_replica_of_a_model_would_be_without_work() -> None:
     for at_s in (0.0, 10.0):
         for each in (report("r0"), report("r1", "core1")):
             given = with_(each, load(NOW - 10 + at_s, at_s), footprint())
-            fleet.report(told(given, at_s), at_s)
+            fleet.report(told(given, NOW - 10 + at_s), NOW - 10 + at_s)
             rates.take(given.replica_id, *(sums_of(given) or (0, {})))
     fleet.registry.set_target("org/m", 2)
-    whole = snapshot(
-        measured_snapshot(
-            NOW,
-            NOW,
-            0,
-            DEVICES,
-            fleet.registry.targets(),
-            fleet.engine_records(10),
-            rates,
-            PROFILED,
-            {},
-        )
-    )
+    whole = snapshot(now_measured(fleet, rates))
     (model,) = whole.models
     assert model.replica is not None
     assert (model.replica.compute, model.replica.kv_used_bytes, model.start_s) == (0, 0, 20)
@@ -256,19 +239,9 @@ def test_an_engine_without_measurements_has_no_sums() -> None:
 def test_a_model_whose_replicas_are_missing_makes_the_snapshot_partial() -> None:
     fleet = Fleet(DEVICES, drain_timeout_s=60)
     fleet.registry.add(MODEL, 2)
-    measured = measured_snapshot(
-        NOW,
-        NOW,
-        0,
-        DEVICES,
-        fleet.registry.targets(),
-        fleet.engine_records(0),
-        Rates(10),
-        PROFILED,
-        {},
-    )
-    assert measured.snapshot is not None
-    assert [each.why for each in flaws(measured.snapshot, Rebalancing())] == [Unfit.PARTIAL]
+    found = now_measured(fleet, Rates(10))
+    assert found.snapshot is not None
+    assert [each.why for each in flaws(found.snapshot, Rebalancing())] == [Unfit.PARTIAL]
 
 
 @given(

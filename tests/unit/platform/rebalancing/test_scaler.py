@@ -17,7 +17,7 @@ from loomserve.platform.config import Model
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.rebalancing.controller import Rebalancer
-from loomserve.platform.rebalancing.observe_scaled import scaled_models
+from loomserve.platform.rebalancing.observe import scaled_models
 from loomserve.platform.rebalancing.plans.reports import (
     EventKind,
     Kept,
@@ -26,8 +26,8 @@ from loomserve.platform.rebalancing.plans.reports import (
 )
 from loomserve.platform.rebalancing.plans.store import PlanStore
 from loomserve.platform.rebalancing.policy.actions import AddReplica, RemoveReplica
+from loomserve.platform.rebalancing.policy.measured import Measured
 from loomserve.platform.rebalancing.policy.rates import Rates
-from loomserve.platform.rebalancing.policy.snapshot import Measured
 from loomserve.platform.rebalancing.scaler import Scaler
 from loomserve.platform.state import FootprintState, Presence, ReplicaLoad
 from tests.unit.platform.fleet.heartbeats import DEVICES, report

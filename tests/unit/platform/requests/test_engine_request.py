@@ -14,9 +14,7 @@ from loomserve.platform.base.errors import BadRequest, BodyTooLarge, ContextTooL
 from loomserve.platform.requests.client_body import with_fields
 from loomserve.platform.requests.endpoints import MOST_TOKENIZE_BYTES
 from loomserve.platform.requests.engine_request import EngineRequest
-from loomserve.platform.scheduling.policy.background import BACKGROUND
-from loomserve.platform.scheduling.policy.deadline import DEADLINE
-from loomserve.platform.scheduling.policy.expected import EXPECTED, Expected
+from loomserve.platform.scheduling.policy.hints import BACKGROUND, DEADLINE, EXPECTED, Expected
 
 CHAT = "/v1/chat/completions"
 TENANTS = st.text(min_size=1, max_size=5)

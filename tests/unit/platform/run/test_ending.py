@@ -45,6 +45,8 @@ def test_work_that_nobody_wants_does_not_begin() -> None:
 WAITING = """
 import signal, threading
 from loomserve.platform.run.ending import EndSignals, Interrupted, finished
+# As in a terminal, though the tests themselves may run under nohup.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 ends = EndSignals(lambda: print("at once", flush=True))
 ends.catch()
 try:

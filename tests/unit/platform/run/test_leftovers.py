@@ -17,8 +17,13 @@ import pytest
 from loomserve.platform.nodes.reaping import has_ended
 from loomserve.platform.run import leftovers
 from loomserve.platform.run.folder import RUN_VARIABLE, RunFolder
-from loomserve.platform.run.guard import end_guard, start_guard
-from loomserve.platform.run.leftovers import end_run, processes_of, remove_leftovers
+from loomserve.platform.run.leftovers import (
+    end_guard,
+    end_run,
+    processes_of,
+    remove_leftovers,
+    start_guard,
+)
 from loomserve.platform.run.shared_memory import SHARED_MEMORY, RunMemory, mapped
 from tests.unit.descriptors import no_descriptor_left
 from tests.waiting import PATIENCE_S

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from loomserve.kvstore.server.protocol import HANDED_OVER
-from loomserve.platform.engine.resumption.tokens import RESUMED
+from loomserve.platform.engine.resumption.travelling import RESUMED
 from loomserve.platform.engine.scheduling.device_time import take_device_s
-from loomserve.platform.scheduling.policy.background import BACKGROUND
+from loomserve.platform.scheduling.policy.hints import BACKGROUND
 from loomserve.platform.simulated.engine import SimulatedEngine
 from loomserve.platform.simulated.options import SIMULATED_CONFIG, EngineOptions
 from loomserve.platform.simulated.wire import EventType, FinishReason, Output, WireRequest

@@ -8,7 +8,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from loomserve.platform.simulated.limits import refusal
+from loomserve.platform.simulated.options import refusal
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_a_call_that_failed_is_read_by_vllm() -> None:
 def test_what_an_engine_says_of_itself_is_read_as_vllm_says_it() -> None:
     said = msgspec.msgpack.encode(ready_message(OPTIONS))
     read = msgspec.msgpack.decode(said, type=vllm_engine.EngineCoreReadyResponse)
-    assert (read.max_model_len, read.num_gpu_blocks) == (512, OPTIONS.blocks)
+    assert (read.max_model_len, read.num_gpu_blocks) == (512, OPTIONS.limits.blocks)
     assert set(ready_message(OPTIONS)) <= {
         each.name for each in dataclasses.fields(vllm_engine.EngineCoreReadyResponse)
     }

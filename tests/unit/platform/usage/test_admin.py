@@ -18,10 +18,8 @@ from loomserve.platform.access.keys import hash_key
 from loomserve.platform.config import Server
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
 from loomserve.platform.usage.admin import build_usage_router
-from loomserve.platform.usage.files import UsageFiles
-from loomserve.platform.usage.meter import UsageMeter
-from loomserve.platform.usage.metrics import UsageMetrics
-from loomserve.platform.usage.records import UsageRecord, minute_of
+from loomserve.platform.usage.files import UsageFiles, UsageRecord, minute_of
+from loomserve.platform.usage.meter import UsageMeter, UsageMetrics
 
 RECORDS = (
     UsageRecord("2026-10-31T23:59Z", "alice", "chat", 1, 10, 5, 2, 0.5),

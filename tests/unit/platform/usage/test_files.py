@@ -14,10 +14,11 @@ from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Server
 from loomserve.platform.usage.files import (
     UsageFiles,
+    UsageRecord,
     check_usage_folder,
+    minute_of,
     usage_folder_path,
 )
-from loomserve.platform.usage.records import UsageRecord, minute_of
 
 ALL = ("2000-01-01T00:00Z", "2100-01-01T00:00Z")
 

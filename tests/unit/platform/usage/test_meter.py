@@ -9,10 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from loomserve.platform.config import ApiKey
 from loomserve.platform.requests.usage import RequestUsage
-from loomserve.platform.usage.files import UsageFiles
-from loomserve.platform.usage.meter import UsageMeter
-from loomserve.platform.usage.metrics import UsageMetrics
-from loomserve.platform.usage.records import UsageRecord
+from loomserve.platform.usage.files import UsageFiles, UsageRecord
+from loomserve.platform.usage.meter import UsageMeter, UsageMetrics
 
 ALICE = ApiKey(name="alice", hash="sha256:" + "0" * 64)
 ALL = ("1970-01-01T00:00Z", "2100-01-01T00:00Z")

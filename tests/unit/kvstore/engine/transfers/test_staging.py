@@ -13,10 +13,10 @@ import torch
 
 from loomserve.kvstore.engine.transfers import staging
 from loomserve.kvstore.engine.transfers.batched_memory import BatchedMemory
-from loomserve.kvstore.engine.transfers.copies import Save
 from loomserve.kvstore.engine.transfers.memory import HostStream
 from loomserve.kvstore.engine.transfers.saver import Saver
 from loomserve.kvstore.engine.transfers.staging import Staging
+from loomserve.kvstore.engine.transfers.transfer import Save
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.storage.arena import Arena
 from tests.unit.kvstore.engine.transfers.test_batched_memory import ByCpu

@@ -16,11 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from loomserve.kvstore.engine.transfers import saver
-from loomserve.kvstore.engine.transfers.copies import Load, Save
 from loomserve.kvstore.engine.transfers.loader import Loader
 from loomserve.kvstore.engine.transfers.memory import BlockPieces, HostStream, KvMemory
 from loomserve.kvstore.engine.transfers.saver import Saver
-from loomserve.kvstore.engine.transfers.transfer_time import Copied, TransferTime
+from loomserve.kvstore.engine.transfers.transfer import Copied, Load, Save, TransferTime
 from loomserve.kvstore.index.eviction import lru
 from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.index.radix import KEY_BYTES
@@ -40,6 +39,7 @@ from loomserve.kvstore.server.server import StoreServer
 from loomserve.kvstore.server.store import BlockStore
 from loomserve.kvstore.storage.arena import Arena, ArenaOwner
 from loomserve.kvstore.storage.checksum import BlockLayout
+from loomserve.platform.state.kvstore import KvState
 from tests.waiting import PATIENCE_S
 
 SPACE = b"n" * 16
@@ -144,8 +144,8 @@ class Store:
         self.client.ask(Release([found.lease]), Done)
         return found.in_memory
 
-    def usage(self) -> StoreUsage:
-        return self.client.ask(Inspect(), StoreUsage)
+    def usage(self) -> KvState:
+        return self.client.ask(Inspect(), StoreUsage).state
 
     def load(self, keys: bytes, blocks: Sequence[int]) -> Load:
         found = self.look(keys)
@@ -292,7 +292,7 @@ def test_a_bad_layer_condemns_exactly_its_block_and_the_store_forgets_it(
     bad, good = store.load(chain("a", 4), [10, 11, 12, 13]), store.load(chain("b", 2), [14, 15])
     layout = BlockLayout(LAYERS, LAYER_BYTES)
     view = Arena.attach(store.folder / "arena").view(bad.slots[2], layout.slot_bytes)
-    layout.piece(view, layer)[-1] ^= 1
+    layout.pieces(view)[layer][-1] ^= 1
     assert other.load([bad, good]) == {12}
     assert torch.equal(other.caches[:, [10, 11, 13, 14, 15]], one.caches[:, [0, 1, 3, 4, 5]])
     until(lambda: store.found(chain("a", 4)) == 2)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.platform.access.policy.slices import slices, whole_slices
+from loomserve.platform.access.policy.pools import slices, whole_slices
 
 DEMANDS = st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0, 1000), min_size=1)
 WHOLE = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 20), min_size=1)

@@ -28,7 +28,7 @@ from loomserve.platform.batch.http.upload import Upload, expiry_seconds
 from loomserve.platform.batch.policy.lines import check
 from loomserve.platform.fleet.messages import OWNER_HEADER
 from loomserve.platform.requests.engine_request import EngineRequest
-from loomserve.platform.scheduling.policy.background import is_background
+from loomserve.platform.scheduling.policy.hints import is_background
 from tests.unit.platform.batch.test_lane import Bench, Engines, request
 
 TOKEN = "secret"

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loomserve.platform.batch.dispatch import STALE_S, engines
 from loomserve.platform.batch.live import RunningLine
 from loomserve.platform.batch.policy.admission import (
     BatchCandidate,
@@ -15,14 +16,13 @@ from loomserve.platform.batch.policy.admission import (
     InFlightLine,
     LineQueue,
     LineWork,
+    TokenCounters,
     admit,
     peak,
 )
-from loomserve.platform.batch.policy.fairness import TokenCounters
 from loomserve.platform.batch.policy.lengths import LineLength, LineLengths
 from loomserve.platform.batch.policy.lines import BatchLine
 from loomserve.platform.batch.policy.progress import BatchPace, is_late
-from loomserve.platform.batch.snapshot import STALE_S, engines
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import Role
 from loomserve.routers.snapshot import RoutingStats

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -87,7 +88,7 @@ class FakeCore:
 def main(descriptor: int, how: str = "") -> None:
     link = ControlLink(socket.socket(fileno=descriptor))
     mode = link.awaited_start().options["mode"]
-    watch = link.end_with_replica()
+    threading.Thread(target=link.serve, daemon=True).start()
     if mode == "fails":
         link.failed(OSError("no weights\nand a trace"))
         sys.exit(1)
@@ -95,9 +96,7 @@ def main(descriptor: int, how: str = "") -> None:
         os.abort()
     if mode == "hangs":
         time.sleep(60)
-    core = FakeCore()
-    watch.core = core
-    link.started(core.facts())
+    link.started(FakeCore())
     time.sleep(60)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from loomserve.platform.engine.core.move_orders import MoveOrders
+from loomserve.platform.engine.core.host import MoveOrders
 from loomserve.platform.fleet.messages import MovedRequests, MoveOrder
 from tests.waiting import PATIENCE_S
 

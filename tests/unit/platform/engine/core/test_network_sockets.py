@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from loomserve.platform.engine.core.network_sockets import NetworkSockets
-from loomserve.platform.engine.core.output_sender import router
+from loomserve.platform.engine.core.output_sender import bound_router
 from loomserve.platform.run.engine_address import EngineAddress, EngineNetwork
 
 ANSWER_MS = 5000
@@ -28,9 +28,8 @@ class Engine:
         self._sockets = []
         for name, address in (("input", local.input), ("output", local.output)):
             context = stack.enter_context(zmq.Context())
-            socket = stack.enter_context(router(context))
+            socket = stack.enter_context(bound_router(context, address))
             socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(address)
             stack.enter_context(sockets.bound(name, context, socket))
             self._sockets.append(socket)
         self.address = local.with_network(sockets.address)

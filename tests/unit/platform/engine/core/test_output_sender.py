@@ -14,8 +14,7 @@ import zmq
 from loomserve.platform.engine.core import output_sender
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
 from loomserve.platform.engine.core.front_ends import NOBODY, FrontEnds
-from loomserve.platform.engine.core.output_sender import OutputSender
-from loomserve.platform.engine.core.waking_queue import WakingQueue
+from loomserve.platform.engine.core.output_sender import OutputSender, WakingQueue
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.state.told_load import LOAD_PERIOD_S, LoadBook, ToldLoad, load_of
 from tests.waiting import PATIENCE_S

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.engine.options.names import check, names_of_engine, of_engine
+from loomserve.platform.engine.options.known import check, names_of_engine, of_engine
 
 
 def test_the_names_are_those_of_vllms_own_classes() -> None:

@@ -16,10 +16,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from loomserve.kvstore.engine import connector
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.engine.options import stored
-from loomserve.platform.engine.options.model_class import look_at_class
-from loomserve.platform.engine.options.refusals import explained
-from loomserve.platform.engine.options.stored import engine_config, why_not_stored
+from loomserve.platform.engine.options import engine_config as configured
+from loomserve.platform.engine.options.engine_config import (
+    engine_config,
+    explained,
+    look_at_class,
+    why_not_stored,
+)
 
 
 @pytest.fixture
@@ -121,7 +124,8 @@ def test_an_engine_of_another_model_has_no_store(
         config = SimpleNamespace(model_config=model(kind), **given)
         return SimpleNamespace(create_engine_config=lambda: config)
 
-    monkeypatch.setattr(stored, "AsyncEngineArgs", args)
+    monkeypatch.setattr(configured, "AsyncEngineArgs", args)
+    monkeypatch.setattr(configured, "structured", dict)
     made: Any = engine_config({"model": "m", "kv_transfer_config": "a store"})
     assert (made.kv_transfer_config, made.model) == ("a store" if kept else None, "m")
 

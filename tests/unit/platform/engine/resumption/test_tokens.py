@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from loomserve.platform.engine.resumption.tokens import RESUMED, check_resumed, resumed_tokens
+from loomserve.platform.engine.resumption.travelling import RESUMED, check_resumed, resumed_tokens
 
 MODEL = SimpleNamespace(get_vocab_size=lambda: 100, max_model_len=20)
 

@@ -9,8 +9,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from loomserve.platform.engine.resumption.travelling_times import by_age, by_own_clocks
-from loomserve.platform.scheduling.policy.deadline import DEADLINE, deadline_of
+from loomserve.platform.engine.resumption.travelling import by_age, by_own_clocks
+from loomserve.platform.scheduling.policy.hints import DEADLINE, deadline_of
 
 
 def request(params: SamplingParams | None) -> EngineCoreRequest:

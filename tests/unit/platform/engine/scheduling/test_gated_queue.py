@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-from hypothesis import given
-from hypothesis import strategies as st
-from vllm.v1.core.sched.request_queue import FCFSRequestQueue
-
 from loomserve.platform.engine.scheduling.gated_queue import GatedQueue
-
-
-@dataclass(frozen=True)
-class Named:
-    name: Any
 
 
 def queue(names: str) -> GatedQueue:
@@ -51,37 +39,3 @@ def test_its_ends_are_taken_in_order() -> None:
     assert waiting.take_first(2) == ["a", "b"]
     waiting.put_first(["x", "y"])
     assert list(waiting) == ["x", "y", "c", "d"]
-
-
-CALLS = st.sampled_from(
-    [
-        "add_request",
-        "prepend_request",
-        "pop_request",
-        "peek_request",
-        "remove_request",
-        "remove_requests",
-        "prepend_requests",
-    ]
-)
-
-
-@given(st.lists(CALLS))
-def test_while_it_is_open_to_all_it_is_vllms_own_queue(calls: list[str]) -> None:
-    ours, theirs = GatedQueue(), FCFSRequestQueue()
-    for number, call in enumerate(calls):
-        if call in ("add_request", "prepend_request"):
-            given: tuple[Any, ...] = (Named(number),)
-        elif not theirs and call != "prepend_requests":
-            continue
-        elif call in ("pop_request", "peek_request"):
-            given = ()
-        elif call == "remove_request":
-            given = (list(theirs)[number % len(theirs)],)
-        elif call == "remove_requests":
-            given = (list(theirs)[::2],)
-        else:
-            given = ([Named((number, 1)), Named((number, 2))],)
-        assert getattr(ours, call)(*given) == getattr(theirs, call)(*given)
-        assert list(ours) == list(theirs)
-        assert (len(ours), bool(ours)) == (len(theirs), bool(theirs))

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from loomserve.platform.base.heap import give_back_freed
-from loomserve.platform.engine.sleeping.packed import pack_on_use
+from loomserve.platform.engine.sleeping.sleep import pack_on_use
 
 MIB = 2**20
 WORDS, WIDTH = 16384, 1024

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from loomserve.platform.base.heap import give_back_freed
-from loomserve.platform.engine.sleeping.reread import RereadWeight, reread_weights
+from loomserve.platform.engine.sleeping.memory import RereadWeight, reread_weights
 
 WORDS, WIDTH, PADDED = 30_000, 512, 30_016
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"

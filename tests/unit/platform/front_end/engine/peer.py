@@ -27,7 +27,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, READY
 from loomserve.platform.engine.core.departures import asking
 from loomserve.platform.engine.core.network_sockets import NetworkSockets
-from loomserve.platform.engine.resumption.tokens import RESUMED
+from loomserve.platform.engine.resumption.travelling import RESUMED
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.state.told_load import ToldLoad
 

@@ -18,12 +18,12 @@ from loomserve.deployments.gateway.answering import CollectedAnswer
 from loomserve.platform.base.errors import RequestError
 from loomserve.platform.config import Server as ServerConfig
 from loomserve.platform.front_end.engine.llm import FrontEndLLM
-from loomserve.platform.front_end.engine.options import server_options
 from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
-from loomserve.platform.front_end.engine.serving import server_app
+from loomserve.platform.front_end.engine.serving import server_app, server_options
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.models import simulated
-from loomserve.platform.requests.engine_request import EngineRequest, engine_path
+from loomserve.platform.requests.endpoints import ENDPOINTS
+from loomserve.platform.requests.engine_request import EngineRequest
 
 MAX_MODEL_LEN = 8192
 TAKEN = 418
@@ -64,7 +64,7 @@ class Server:
     def request_classes(self, path: str) -> list[type[BaseModel]]:
         """What vLLM reads an endpoint's requests into; none: the model has no such endpoint."""
         for route in self._app.router.routes:
-            if isinstance(route, APIRoute) and route.path == engine_path(path):
+            if isinstance(route, APIRoute) and route.path == ENDPOINTS[path].at_engine:
                 (field,) = route.dependant.body_params
                 return _classes(field.field_info.annotation)
         return []

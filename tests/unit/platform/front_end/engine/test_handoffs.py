@@ -13,7 +13,7 @@ from vllm.v1.metrics.stats import PrefillStats
 
 from loomserve.kvstore.server.protocol import HANDED_OVER, HANDED_OVER_BY, HANDS_OVER
 from loomserve.platform.disaggregation.metrics import HandoffMetrics
-from loomserve.platform.engine.resumption.tokens import RESUMED
+from loomserve.platform.engine.resumption.travelling import RESUMED
 from loomserve.platform.state.roles import Role
 from tests.unit.platform.front_end.engine.scene import Scene, played, request, until
 

@@ -12,7 +12,6 @@ import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from loomserve.platform.front_end.engine.llm import FrontEndLLM
-from loomserve.platform.requests.engine.grammar_checks import GrammarCheckingLLM
 
 
 def assigned(constructor: Any) -> set[str]:
@@ -60,7 +59,7 @@ def test_a_completion_is_held_to_its_grammar_though_its_model_reasons(
     async def add(*_: Any, **how: Any) -> None:
         added.append(how)
 
-    monkeypatch.setattr(GrammarCheckingLLM, "add_request", add)
+    monkeypatch.setattr(AsyncLLM, "add_request", add)
     llm = object.__new__(FrontEndLLM)
     llm._is_simulated = False
     asyncio.run(llm.add_request(request_id, "Once", None, reasoning_ended=None))

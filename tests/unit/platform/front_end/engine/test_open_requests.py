@@ -14,13 +14,11 @@ from vllm.v1.engine import (
 )
 from vllm.v1.metrics.stats import PrefillStats
 
-from loomserve.platform.engine.resumption.tokens import RESUMED
+from loomserve.platform.engine.resumption.travelling import RESUMED
 from loomserve.platform.front_end.engine.open_requests import OpenRequest, digest
 from loomserve.platform.front_end.policy.continuation import Death, Loss
 from loomserve.platform.front_end.routing import RoutingContext
-from loomserve.platform.scheduling.policy.background import BACKGROUND
-from loomserve.platform.scheduling.policy.deadline import DEADLINE
-from loomserve.platform.scheduling.policy.expected import EXPECTED
+from loomserve.platform.scheduling.policy.hints import BACKGROUND, DEADLINE, EXPECTED
 
 
 def opened(prompt: list[int] | None = None, **params: Any) -> OpenRequest:

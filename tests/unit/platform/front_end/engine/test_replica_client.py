@@ -12,8 +12,8 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
 
 from loomserve.platform.base.errors import EngineGone, TooManyRequests, Unavailable
-from loomserve.platform.engine.resumption.tokens import RESUMED
-from loomserve.platform.front_end.engine.lost_requests import LostRequestError
+from loomserve.platform.engine.resumption.travelling import RESUMED
+from loomserve.platform.front_end.engine.request_book import LostRequestError
 from loomserve.platform.front_end.routing import RoutingContext, routing_context
 from tests.unit.platform.front_end.engine.peer import PeerEngine
 from tests.unit.platform.front_end.engine.scene import BOUNDS, Scene, played, request, until

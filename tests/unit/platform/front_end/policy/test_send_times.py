@@ -18,17 +18,6 @@ def test_a_load_holds_what_was_sent_until_the_last_request_that_it_counts() -> N
     assert times.counted(3, 6.0) == 6.0
 
 
-def test_an_engine_that_begins_anew_counts_from_the_beginning() -> None:
-    times = SendTimes()
-    times.sent(1.0)
-    times.sent(2.0)
-    times.counted(1, 2.5)
-    times.begin_anew()
-    times.sent(3.0)
-    assert 2.9 < times.counted(0, 4.0) < 3.0
-    assert times.counted(1, 5.0) == 5.0
-
-
 def test_a_request_after_a_long_pause_does_not_make_the_load_an_old_one() -> None:
     times = SendTimes()
     times.sent(1.0)

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from loomserve.platform.access.admin import KeysState, KeyState
 from loomserve.platform.http.console.files import console_routes
-from loomserve.platform.rebalancing.plans.plans import Plan, PlanStatus, PlanStep, RejectedStep
+from loomserve.platform.rebalancing.plans.plans import Plan, PlanStatus, PlanStep
 from loomserve.platform.rebalancing.plans.reports import (
     ActionCount,
     DeviceLoad,
@@ -26,12 +26,12 @@ from loomserve.platform.rebalancing.plans.reports import (
     MadePlan,
     PlanList,
     RebalancingState,
-    summary,
 )
 from loomserve.platform.rebalancing.policy.actions import Move, MoveRequests
 from loomserve.platform.rebalancing.policy.forecast import Forecast
 from loomserve.platform.rebalancing.policy.heat import Level
 from loomserve.platform.rebalancing.policy.limits import Reason
+from loomserve.platform.rebalancing.policy.planner import RejectedStep
 from loomserve.platform.rebalancing.policy.snapshot import MoveKind
 from loomserve.platform.state import (
     AdapterState,
@@ -255,7 +255,7 @@ PLAN_EVENTS = Events(
 ANSWERS: dict[str, BaseModel] = {
     "lending": LENDING,
     "rebalancing": REBALANCING,
-    "plans": PlanList(plans=(summary(PLAN), summary(ENDED))),
+    "plans": PlanList.model_validate({"plans": (PLAN, ENDED)}, from_attributes=True),
     f"plans/{PLAN.id}": PLAN,
     "kv": KV,
     "batches": BATCHES,

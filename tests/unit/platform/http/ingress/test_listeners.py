@@ -17,7 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 
 from loomserve.platform.access.keys import hash_key
-from loomserve.platform.access.shared_counts import OnlyOne
+from loomserve.platform.access.shared_counts import Counts
 from loomserve.platform.config import Server
 from loomserve.platform.http.console.files import console_routes
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
@@ -76,7 +76,7 @@ async def opened(ports: int = 2, **server: Any) -> AsyncIterator[Opened]:
     chosen = dict(zip(("port", "admin_port"), numbers, strict=False))
     checked = Server.model_validate({**SERVER, **server, **chosen})
     rejected, audited = list[str](), list[str]()
-    listeners = Listeners(_app(checked, rejected, audited), checked, OnlyOne())
+    listeners = Listeners(_app(checked, rejected, audited), checked, Counts())
     await listeners.start()
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -170,7 +170,7 @@ def test_a_port_that_is_taken_opens_neither() -> None:
             server = Server.model_validate({**SERVER, **ports})
             where = f"127.0.0.1:{ports['admin_port']}: .* in use"
             with pytest.raises(OSError, match=where):
-                Listeners(_app(server, [], []), server, OnlyOne())
+                Listeners(_app(server, [], []), server, Counts())
             listen("127.0.0.1", port).close()
 
     asyncio.run(check())

@@ -16,7 +16,7 @@ from loomserve.platform.access.keys import hash_key
 from loomserve.platform.base.errors import Forbidden
 from loomserve.platform.config import Server
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
-from loomserve.platform.http.ingress.sites import Sites
+from loomserve.platform.http.ingress.authentication import Sites
 
 HOSTS = {
     "localhost": True,

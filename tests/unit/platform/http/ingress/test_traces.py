@@ -14,7 +14,7 @@ from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.request_logs import LoggedRequest, logged_request
 from loomserve.platform.config import Server
 from loomserve.platform.http.ingress import ingress_middleware
-from loomserve.platform.http.ingress.traces import IngressTraces
+from loomserve.platform.http.ingress.exchange import IngressTraces
 from tests.unit.platform.tracing.spans import (
     SAMPLED,
     SPAN_ID,

@@ -17,12 +17,11 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.lending.cuda.kernel import INTERPRETED
-from loomserve.platform.lending.device.form import Form
-from loomserve.platform.lending.device.leaf import KernelLeaf
 from loomserve.platform.lending.device.memory import HostMemory
+from loomserve.platform.lending.device.server import Form, kernel_leaf
+from loomserve.platform.lending.engine.attention import LendingContext
 from loomserve.platform.lending.engine.block_partitions import Partitions
 from loomserve.platform.lending.engine.borrower_worker import BorrowerWorker, StepLimits
-from loomserve.platform.lending.engine.context import LendingContext
 from loomserve.platform.lending.engine.lender_worker import LenderWorker
 from loomserve.platform.lending.engine.memory.mapped import MappedMemory
 from loomserve.platform.lending.engine.shards.shard import LocalKv
@@ -48,7 +47,7 @@ class Borrower:
         self.path, self.kv = f"{folder}/ring", local_kv(OWN_BLOCKS, GEOMETRY)
         partitions = Partitions([0, OWN_BLOCKS], OWN_BLOCKS + LENT_BLOCKS)
         self.context = LendingContext(PATIENCE_S, partitions)
-        self.worker = BorrowerWorker(self.context, self.kv, LIMITS, KernelLeaf(HostMemory()))
+        self.worker = BorrowerWorker(self.context, self.kv, LIMITS, kernel_leaf(HostMemory()))
 
     def attend(self, layer: int, blocks: list[int], tokens: int) -> torch.Tensor:
         """Post one token behind so many others, and return its attention."""
@@ -86,7 +85,7 @@ class Lender:
     def __init__(self, folder: str, geometry: Geometry, form: str, heads_apart: bool) -> None:
         assert INTERPRETED
         self.path, self.kv = f"{folder}/ring", local_kv(LENT_BLOCKS, geometry, heads_apart)
-        self.server = KernelLeaf(HostMemory(), Form(form)).server()
+        self.server = kernel_leaf(HostMemory(), Form(form)).server()
         self.context = LendingContext()
         self.worker = LenderWorker(self.context, self.server, self.kv, nn.Module())
         self.worker.look_for_tasks("operators" if form == Form.POLLS else "steps")
@@ -137,6 +136,8 @@ if INTERPRETED:
 def traits_of(value: Any, constant: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, tuple) and not constant:
+        return tuple(traits_of(each, constant) for each in value)
     if isinstance(value, int) and not constant:
         return value == 1, value % 16 == 0
     return value

@@ -14,17 +14,17 @@ from torch import nn
 from vllm import _custom_ops  # noqa: F401  (the kernels that the server looks for)
 
 from loomserve.kvstore.engine.transfers.memory import BlockMemory, KvMemory
+from loomserve.platform.lending.engine.attention import LendingContext
 from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
 from loomserve.platform.lending.engine.borrower_worker import BorrowerWorker, StepLimits
-from loomserve.platform.lending.engine.context import LendingContext
 from loomserve.platform.lending.engine.lender_worker import LenderWorker
 from loomserve.platform.lending.engine.memory.mapped import MappedMemory
 from loomserve.platform.lending.engine.shard_worker import ShardWorker
 from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.engine.shards.store_memory import ShardedMemory
+from loomserve.platform.lending.leaf import ring_leaf
 from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.geometry import Geometry
-from loomserve.platform.lending.ring.leaf import RingLeaf
 from loomserve.platform.lending.ring.lent_ring import LentRing
 
 OWN_BLOCKS, LENT_BLOCKS, LENDER = 4, 6, 1
@@ -64,7 +64,7 @@ class Engines:
         numbers = OWN_BLOCKS + LENT_BLOCKS
         self.kv = local_kv(OWN_BLOCKS, numbers)
         self.context = LendingContext(5.0, Partitions([0, OWN_BLOCKS], numbers))
-        leaf = RingLeaf(split_kv=True)
+        leaf = ring_leaf(split_kv=True)
         self.borrower = BorrowerWorker(self.context, self.kv, LIMITS, leaf)
         names = [each.layer_name for each in self.kv.attention]
         self.store = StoreSeen(KvMemory(dict(zip(names, self.kv.caches, strict=True))))

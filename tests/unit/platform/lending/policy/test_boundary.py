@@ -14,11 +14,9 @@ from loomserve.platform.lending.policy.boundary import Memory, tail
 REST = Memory(
     blocks=1_600,
     tail_blocks=400,
-    most_tail_blocks=1_200,
+    most_tail_blocks=400,
     free_blocks=500,
     queued_blocks=100,
-    wanted_blocks=400,
-    used_blocks=300,
 )
 
 
@@ -26,22 +24,21 @@ REST = Memory(
     ("memory", "blocks"),
     [
         (REST, 400),
-        (replace(REST, wanted_blocks=500), 500),
-        # As far as the reserve stays free, and as borrowers may ever have.
-        (replace(REST, wanted_blocks=900), 700),
-        (replace(REST, wanted_blocks=900, free_blocks=199), 400),
-        (replace(REST, wanted_blocks=1_500, free_blocks=1_150), 1_200),
+        (replace(REST, most_tail_blocks=500), 500),
+        # As far as the reserve stays free.
+        (replace(REST, most_tail_blocks=900), 700),
+        (replace(REST, most_tail_blocks=900, free_blocks=199), 400),
+        (replace(REST, most_tail_blocks=1_200, free_blocks=1_150), 1_200),
         # What own requests lack, and a margin, also from under the borrowers.
         (replace(REST, queued_blocks=500), 400),
         (replace(REST, queued_blocks=501), 349),
         (replace(REST, queued_blocks=700), 150),
-        (replace(REST, queued_blocks=700, wanted_blocks=900), 150),
+        (replace(REST, queued_blocks=700, most_tail_blocks=900), 150),
         (replace(REST, queued_blocks=1_200), 0),
-        # What nobody wants goes back, once it is worth it, but not what is used.
-        (replace(REST, wanted_blocks=350), 400),
-        (replace(REST, wanted_blocks=349), 349),
-        (replace(REST, wanted_blocks=0), 300),
-        (replace(REST, wanted_blocks=0, used_blocks=0), 0),
+        # What borrowers may not have any more goes back, once it is worth it.
+        (replace(REST, most_tail_blocks=350), 400),
+        (replace(REST, most_tail_blocks=349), 349),
+        (replace(REST, most_tail_blocks=0), 0),
     ],
 )
 def test_the_tail_grows_into_spare_memory_and_shrinks_under_pressure(
@@ -61,8 +58,6 @@ def memories(draw: st.DrawFn) -> Memory:
         most_tail_blocks=most,
         free_blocks=draw(st.integers(0, blocks - lent)),
         queued_blocks=draw(st.integers(0, 2_000)),
-        wanted_blocks=draw(st.integers(0, 4_000)),
-        used_blocks=draw(st.integers(0, lent)),
     )
 
 
@@ -70,8 +65,7 @@ def moved(memory: Memory) -> Memory:
     """Once the boundary stands where it shall, and the borrowers beyond it have left."""
     now = tail(memory)
     free = memory.free_blocks + memory.tail_blocks - now
-    used = min(memory.used_blocks, now)
-    return replace(memory, tail_blocks=now, free_blocks=free, used_blocks=used)
+    return replace(memory, tail_blocks=now, free_blocks=free)
 
 
 @given(memories())

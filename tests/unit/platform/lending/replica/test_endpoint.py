@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from starlette.applications import Starlette
 
 from loomserve.platform.fleet.messages import LOANS_PATH, DesiredState
+from loomserve.platform.lending.engine.scheduling.calls import EngineLoanCalls
 from loomserve.platform.lending.messages import BorrowerEngine, LendRequest
 from loomserve.platform.lending.replica.endpoint import LoanEndpoint
 from loomserve.platform.state.roles import Role
@@ -30,6 +32,7 @@ class Cold:
     loans: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     async def call(self, name: str, *given: Any) -> Any:
+        inspect.signature(getattr(EngineLoanCalls, name)).bind(self, *given)
         return getattr(self, name)(*given)
 
     def lend(self, name: str, ring: str, borrower: dict[str, Any]) -> int:

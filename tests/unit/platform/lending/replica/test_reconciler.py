@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import os
 from collections.abc import AsyncIterator, Iterable
@@ -22,6 +23,7 @@ from loomserve.platform.fleet.messages import (
     DesiredState,
     LenderReplica,
 )
+from loomserve.platform.lending.engine.scheduling.calls import EngineLoanCalls
 from loomserve.platform.lending.messages import LendRequest
 from loomserve.platform.lending.replica.reconciler import LoanReconciler, remove_left_rings
 from loomserve.platform.lending.ring.geometry import Geometry
@@ -51,6 +53,7 @@ class Hot:
 
     async def call(self, name: str, *given: Any) -> Any:
         self.called.append(name)
+        inspect.signature(getattr(EngineLoanCalls, name)).bind(self, *given)
         return getattr(self, name)(*given)
 
     def borrowing(self, shard: dict[str, Any] | None) -> dict[str, Any]:

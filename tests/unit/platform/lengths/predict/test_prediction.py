@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loomserve.platform.lengths.predict.buckets import BUCKETS, EDGES, bucket_of
-from loomserve.platform.lengths.predict.calibration import calibrated, margin
-from loomserve.platform.lengths.predict.head import Guess
+from loomserve.platform.lengths.predict.head import BUCKETS, EDGES, Guess, bucket_of
 from loomserve.platform.lengths.predict.prediction import LengthQuery
+from loomserve.platform.lengths.predict.predictor import calibrated, margin
 
 lengths = st.floats(0, 1e5)
 

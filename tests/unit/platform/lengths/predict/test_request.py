@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.platform.lengths.predict.prediction import LengthQuery
-from loomserve.platform.lengths.predict.request import query_of
+from loomserve.platform.lengths.predict.prediction import LengthQuery, query_of
 
 
 def words(text: str) -> int:

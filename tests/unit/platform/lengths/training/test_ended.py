@@ -5,14 +5,14 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.platform.lengths.training.ended import EndedRequests
+from loomserve.platform.lengths.training.learning import EndedRequests
 
 MOST, FEWEST = 100, 5
 ASKED = st.lists(st.sampled_from(["alice", "bob", "carol"]), max_size=300)
 
 
 def taken(asked: list[str]) -> list[tuple[str, int]]:
-    ended = EndedRequests[tuple[str, int]](MOST, FEWEST)
+    ended = EndedRequests(MOST, FEWEST)
     for number, key in enumerate(asked):
         ended.add(key, (key, number))
     return ended.take()
@@ -46,7 +46,7 @@ def test_a_key_alone_teaches_with_all_that_it_asks() -> None:
 
 
 def test_a_key_that_floods_while_others_are_quiet_teaches_little() -> None:
-    ended = EndedRequests[str](MOST, FEWEST)
+    ended = EndedRequests(MOST, FEWEST)
     ended.add("bob", "bob")
     ended.take()
     for _ in range(50):

@@ -15,12 +15,12 @@ from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
 from loomserve.platform.lengths.predict.head import Guess, Head
 from loomserve.platform.lengths.predict.prediction import LengthQuery
+from loomserve.platform.lengths.stored import untrained
 from loomserve.platform.lengths.training import fit, learning, split
 from loomserve.platform.lengths.training.learner import Learner, Trainer
 from loomserve.platform.lengths.training.learning import PERIOD_S, Lessons, ObservedLength, is_off
 from loomserve.platform.lengths.training.retrain import TrainingError
 from loomserve.platform.lengths.training.samples import Sample
-from loomserve.platform.lengths.training.untrained import untrained
 from loomserve.platform.lengths.training.versions import PredictorVersions, TrainingSet
 from tests.unit.platform.lengths import lengths_folder
 from tests.waiting import PATIENCE_S

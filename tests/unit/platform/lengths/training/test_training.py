@@ -13,10 +13,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.lengths.predict.buckets import EDGES, bucket_of
 from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
-from loomserve.platform.lengths.predict.forest import Forest
-from loomserve.platform.lengths.predict.head import Head
+from loomserve.platform.lengths.predict.head import EDGES, Forest, Head, bucket_of
 from loomserve.platform.lengths.predict.prediction import LengthQuery
 from loomserve.platform.lengths.predict.predictor import KINDS, TrainedPredictor
 from loomserve.platform.lengths.training import fit, split

@@ -81,7 +81,6 @@ async def test_requests_come_home_once_the_borrower_knows_and_keeps_the_limit(
     borrower: Borrower,
 ) -> None:
     actuator = RequestsActuator(borrower.fleet)
-    assert actuator.movable("h0")
     record = actuator.prepare("p/0", move(MIB, back=True))
     assert borrower.fleet.loans.limits("h0") == {}
     await actuator.begin(record)

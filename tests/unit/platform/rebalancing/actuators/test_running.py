@@ -10,7 +10,7 @@ from loomserve.platform.base.errors import NotFound
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import MovedRequests, MoveOrder
 from loomserve.platform.rebalancing.actuators.base import ActionOutcome
-from loomserve.platform.rebalancing.actuators.running import RunningActuator
+from loomserve.platform.rebalancing.actuators.replicas import RunningActuator
 from loomserve.platform.rebalancing.policy.actions import MoveRequests
 from tests.unit.platform.fleet.heartbeats import fleet, report
 

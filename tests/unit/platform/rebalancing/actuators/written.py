@@ -9,7 +9,8 @@ from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Progres
 from loomserve.platform.rebalancing.plans.records import ActionRecord
 from loomserve.platform.rebalancing.policy.actions import Action
 from loomserve.platform.rebalancing.policy.effects import apply
-from loomserve.platform.rebalancing.policy.snapshot import Measured, Snapshot
+from loomserve.platform.rebalancing.policy.measured import Measured
+from loomserve.platform.rebalancing.policy.snapshot import Snapshot
 from tests.unit.platform.rebalancing.fleets import measured_at
 
 
@@ -44,9 +45,6 @@ class WrittenActuator:
     _aborted: bool = False
     _actions: dict[str, Action] = field(default_factory=dict)
     _done: set[str] = field(default_factory=set)
-
-    def movable(self, engine: str) -> bool:
-        return True
 
     def prepare(self, name: str, action: Action) -> ActionRecord:
         if self.refuses:

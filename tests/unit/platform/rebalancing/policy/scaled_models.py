@@ -8,20 +8,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loomserve.platform.config import Scaling
-from loomserve.platform.rebalancing.policy.scaled import ScaledModel, ScaledReplica
 from loomserve.platform.rebalancing.policy.scaling import (
+    ScaledModel,
+    ScaledReplica,
     ScalingReason,
     ScalingWatch,
     carried_out,
     leaves,
     look,
 )
+from loomserve.platform.state import ReplicaLoad
 
 
 def replica(number: int = 0, **changes: Any) -> ScaledReplica:
-    figures = {"running": 0, "waiting": 0, "max_running": 10, "kv_share": 0.0,
-               "oldest_waiting_s": 0.0, "tpot_s": 0.0, "ready_at_s": float(number)}  # fmt: skip
-    return ScaledReplica(**{"id": f"r{number}", "device": f"d{number}", **figures, **changes})
+    measured = {"running": 0, "waiting": 0, "kv_cache_usage": 0.0, "step_time_s": 0.0,
+                "oldest_waiting_s": 0.0, "measured_at": 0.0}  # fmt: skip
+    load = ReplicaLoad.model_validate(
+        {name: changes.pop(name, value) for name, value in measured.items()}
+    )
+    figures = {"max_running": 10, "kv_share": 0.0, "ready_at_s": float(number), **changes}
+    return ScaledReplica(id=f"r{number}", device=f"d{number}", load=load, **figures)
 
 
 def scaled(

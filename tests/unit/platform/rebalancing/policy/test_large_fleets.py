@@ -27,7 +27,6 @@ from loomserve.platform.rebalancing.policy.snapshot import (
     Snapshot,
     compute_share,
     memory_share,
-    utilisations,
 )
 from tests.unit.platform.rebalancing.fleets import fleet, measured_at, mixed_fleet, mixed_options
 
@@ -46,7 +45,7 @@ class Plain:
 
     def __init__(self, start: Snapshot, options: Rebalancing) -> None:
         self.start, self.now, self.options = made_anew(start), made_anew(start), options
-        self.heat = classify({}, utilisations(start), options)
+        self.heat = classify({}, start.loads, options)
         self.chosen: list[Chosen] = []
         self._done: set[object] = set()
 
@@ -55,11 +54,11 @@ class Plain:
             pass
 
     def _one_more(self) -> bool:
-        loads = utilisations(made_anew(self.now))
+        loads = made_anew(self.now).loads
         for gap, source, target in sorted(self._pairs()):
             assert gap == loads[target] - loads[source]
             passed = [
-                (chosen.forecast.cost_s, -chosen.forecast.gain, place, chosen, after)
+                (chosen.predicted.cost_s, -chosen.predicted.gain, place, chosen, after)
                 for place, action in enumerate(
                     candidates(self.start, made_anew(self.now), source, target, self.options)
                 )
@@ -75,7 +74,7 @@ class Plain:
         return False
 
     def _pairs(self) -> Iterator[tuple[float, str, str]]:
-        loads, falling = utilisations(made_anew(self.now)), self.options.falling
+        loads, falling = made_anew(self.now).loads, self.options.falling
         for source in loads:
             for target in loads:
                 if (
@@ -98,9 +97,9 @@ class Plain:
         raw = forecast(now, after, action, source, target)
         predicted = CORRECTIONS.of(kind_of(action), source, target)(raw)
         earlier: list[tuple[Action, planner.Forecast]] = [
-            (each.action, each.forecast) for each in self.chosen
+            (each.action, each.predicted) for each in self.chosen
         ]
-        loads, later = utilisations(now), utilisations(after)
+        loads, later = now.loads, after.loads
         fallen = sum(x * x for x in loads.values()) - sum(x * x for x in later.values())
         if (
             exceeded(self.start, now, after, options)
@@ -111,11 +110,13 @@ class Plain:
             or predicted.gain < options.efficiency * predicted.cost_s
         ):
             return None
-        return Chosen(action, source, target, raw, predicted), after
+        return Chosen(
+            action=action, source=source, target=target, raw=raw, predicted=predicted
+        ), after
 
 
 def planned(snapshot: Snapshot, options: Rebalancing) -> planner.Proposal:
-    return propose(snapshot, classify({}, utilisations(snapshot), options), CORRECTIONS, options)
+    return propose(snapshot, classify({}, snapshot.loads, options), CORRECTIONS, options)
 
 
 @pytest.mark.parametrize("listed_pairs", [planner.LISTED_PAIRS, 0], ids=["all", "pruned"])
@@ -156,7 +157,7 @@ def test_a_changed_snapshot_is_like_one_made_anew(seed: int) -> None:
         for action in actions:
             after = apply(snapshot, action)
             fresh = made_anew(after)
-            assert utilisations(after) == {
+            assert after.loads == {
                 name: compute_share(fresh, name) + memory_share(fresh, name) for name in names
             }
             for id_ in (each.id for each in fresh.engines):

@@ -25,15 +25,13 @@ from loomserve.platform.rebalancing.policy.effects import apply
 from loomserve.platform.rebalancing.policy.forecast import Forecast
 from loomserve.platform.rebalancing.policy.heat import Heat, classify
 from loomserve.platform.rebalancing.policy.limits import Reason, unable
+from loomserve.platform.rebalancing.policy.measured import Flaw, Unfit
 from loomserve.platform.rebalancing.policy.planner import propose
 from loomserve.platform.rebalancing.policy.snapshot import (
-    Flaw,
     ModelSnapshot,
     MoveKind,
     Snapshot,
-    Unfit,
     memory_share,
-    utilisations,
 )
 from loomserve.platform.state.roles import Role
 from tests.unit.platform.rebalancing.fleets import (
@@ -55,7 +53,7 @@ SKEWED = fleet([(0.9, 0.8), (0.1, 0.1)])
 
 
 def reasons(snapshot: Snapshot, options: Rebalancing = OPTIONS) -> Counter[Reason]:
-    return Counter(each.refusal.reason for each in proposed(snapshot, options).rejected)
+    return Counter(each.reason for each in proposed(snapshot, options).rejected)
 
 
 def test_a_skewed_load_is_evened_out_by_the_cheapest_actions_first() -> None:
@@ -91,7 +89,7 @@ def test_no_part_moves_where_its_engine_would_lose_as_much_memory_with_the_lende
     borrows = replace(hot, borrowed=((cold.id, lent),))
     proposal = proposed(replace(SKEWED, engines=(borrows, cold)))
     assert bool(proposal.chosen) is moves
-    refused = [each for each in proposal.rejected if "borrows what" in each.refusal.detail]
+    refused = [each for each in proposal.rejected if "borrows what" in each.detail]
     assert bool(refused) is not moves
 
 
@@ -107,7 +105,7 @@ def test_balanced_loads_are_let_alone(
 
 
 def squares(snapshot: Snapshot) -> float:
-    return sum(load**2 for load in utilisations(snapshot).values())
+    return sum(load**2 for load in snapshot.loads.values())
 
 
 @settings(max_examples=20, deadline=None)
@@ -119,10 +117,7 @@ def test_on_a_steady_load_plans_come_to_an_end_and_never_lead_back(
     for before, proposal in history:
         if proposal.chosen:
             assert squares(proposal.after) < squares(before)
-            assert (
-                max(utilisations(proposal.after).values())
-                < max(utilisations(before).values()) + 1e-9
-            )
+            assert max(proposal.after.loads.values()) < max(before.loads.values()) + 1e-9
     assert not any(proposal.chosen for _, proposal in history[-3:])
 
 
@@ -144,7 +139,7 @@ def test_plans_exceed_neither_memory_nor_the_pause_budget(
             assert each.layers >= 1
             assert each.heads >= 1
             pauses = (
-                chosen.forecast.pause_s
+                chosen.predicted.pause_s
                 for chosen in proposal.chosen
                 if isinstance(chosen.action, Move)
                 and each.id in (chosen.action.engine, chosen.action.lender)
@@ -178,7 +173,7 @@ def test_noise_below_a_quarter_of_the_hysteresis_never_moves_work_back(
         snapshot = measured_at(snapshot, 10.0 * period)
         off = {each.name: random.uniform(-0.05, 0.05) for each in snapshot.devices}  # type: ignore[attr-defined]
         seen = noisy(snapshot, off)
-        heat = classify(heat, utilisations(seen), options)
+        heat = classify(heat, seen.loads, options)
         chosen = propose(seen, heat, Corrections(), options).chosen
         for each in chosen:
             snapshot = apply(snapshot, each.action)
@@ -244,9 +239,7 @@ def test_heads_and_layers_halt_their_engines_and_requests_do_not() -> None:
     assert {each.action.kind for each in slow.chosen if isinstance(each.action, Move)} == {
         MoveKind.REQUESTS
     }
-    refused = {
-        each.refusal.reason for each in proposed(edited(sync_s=1.0, kv_used_bytes=0)).rejected
-    }
+    refused = {each.reason for each in proposed(edited(sync_s=1.0, kv_used_bytes=0)).rejected}
     assert Reason.PAUSE_BUDGET in refused
 
 
@@ -303,7 +296,7 @@ def test_a_swamped_model_gets_a_replica_beside_one_that_needs_little(
     proposal = proposed(replace(base, models=(may_grow, *base.models[1:])))
     found = [each.action for each in proposal.chosen]
     assert found == ([AddReplica(model="m0", device="d1")] if taken else [])
-    refused = {each.refusal.reason for each in proposal.rejected}
+    refused = {each.reason for each in proposal.rejected}
     assert (Reason.NO_COMPUTE in refused) is not taken
 
 
@@ -453,7 +446,7 @@ def test_a_replica_without_memory_for_it_is_not_added() -> None:
 
 
 def test_corrections_decide_what_is_cheapest_and_what_fits_the_budget() -> None:
-    heat = classify({}, utilisations(SKEWED), OPTIONS)
+    heat = classify({}, SKEWED.loads, OPTIONS)
     cheapest = propose(SKEWED, heat, Corrections(), OPTIONS).chosen[0]
     assert isinstance(cheapest.action, Move)
     kind = ActionKind(cheapest.action.kind.value)
@@ -463,7 +456,7 @@ def test_corrections_decide_what_is_cheapest_and_what_fits_the_budget() -> None:
     for _ in range(50):
         corrections = corrections.learn(kind, "d0", "d1", predicted, slow)
     assert corrections.of(kind, "d0", "d1").pause_s == pytest.approx(MOST, rel=1e-3)
-    tight = options(pause_budget_ms=3000 * cheapest.forecast.pause_s)
+    tight = options(pause_budget_ms=3000 * cheapest.predicted.pause_s)
     again = propose(SKEWED, heat, corrections, tight)
     assert all(
         each.action.kind is not cheapest.action.kind
@@ -472,7 +465,7 @@ def test_corrections_decide_what_is_cheapest_and_what_fits_the_budget() -> None:
     )
     alone = edited(movable=frozenset({cheapest.action.kind}))
     assert any(
-        each.refusal.reason is Reason.PAUSE_BUDGET
+        each.reason is Reason.PAUSE_BUDGET
         for each in propose(alone, heat, corrections, tight).rejected
         if isinstance(each.action, Move) and each.action.kind is cheapest.action.kind
     )

@@ -36,7 +36,7 @@ from loomserve.platform.rebalancing.policy.correction import MOST, Corrections
 from loomserve.platform.rebalancing.policy.effects import apply
 from loomserve.platform.rebalancing.policy.forecast import Forecast, forecast, tpot_ratio
 from loomserve.platform.rebalancing.policy.heat import Heat, Level, classify
-from loomserve.platform.rebalancing.policy.snapshot import MoveKind, Snapshot, utilisations
+from loomserve.platform.rebalancing.policy.snapshot import MoveKind, Snapshot
 from loomserve.platform.state.roles import Role
 from tests.unit.platform.rebalancing.fleets import GIB, MIB, OPTIONS, fleet, proposed
 
@@ -45,18 +45,18 @@ TWO = fleet([(0.9, 0.75), (0.1, 0.25)])
 
 def test_utilisation_is_compute_asked_for_and_memory_in_use() -> None:
     # 2 GiB of 4 are allocated, of which a quarter and three quarters of a GiB of KV lie idle.
-    assert utilisations(TWO) == pytest.approx({"d0": 0.9 + 1.75 / 4, "d1": 0.1 + 1.25 / 4})
+    assert TWO.loads == pytest.approx({"d0": 0.9 + 1.75 / 4, "d1": 0.1 + 1.25 / 4})
 
 
 def test_what_leaves_a_device_arrives_on_the_other_and_comes_back_the_same() -> None:
     for kind, amount in ((MoveKind.REQUESTS, 100 * MIB), (MoveKind.HEADS, 1), (MoveKind.LAYERS, 3)):
         out = Move(kind=kind, engine="m0", lender="m1", amount=amount)
         there = apply(TWO, out)
-        assert sum(utilisations(there).values()) == pytest.approx(sum(utilisations(TWO).values()))
-        assert utilisations(there)["d0"] < utilisations(TWO)["d0"]
+        assert sum(there.loads.values()) == pytest.approx(sum(TWO.loads.values()))
+        assert there.loads["d0"] < TWO.loads["d0"]
         back = apply(there, out.model_copy(update={"back": True}))
         assert back.loans == ()
-        assert utilisations(back) == pytest.approx(utilisations(TWO))
+        assert back.loads == pytest.approx(TWO.loads)
         for before, after in zip(TWO.engines, back.engines, strict=True):
             assert (before.layers, before.heads, before.kv_bytes, before.kv_used_bytes) == (
                 (after.layers, after.heads, after.kv_bytes, after.kv_used_bytes)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loomserve.platform.config import Scaling
-from loomserve.platform.rebalancing.policy.scaled import ScaledModel
 from loomserve.platform.rebalancing.policy.scaling import (
     ROOM,
+    ScaledModel,
     ScalingLook,
     ScalingReason,
     ScalingWatch,
@@ -51,11 +51,11 @@ def looked(model: ScaledModel, seconds: float, watch: ScalingWatch | None = None
         ({}, {"running": 4, "kv_share": 0.99}, 1.1, ScalingReason.KV_MEMORY),
         ({"ttft_slo_ms": 500}, {"running": 4, "oldest_waiting_s": 0.6, "waiting": 1},
          1.2, ScalingReason.TTFT),
-        ({"tpot_slo_ms": 50}, {"running": 4, "tpot_s": 0.1}, 2.0, ScalingReason.TPOT),
+        ({"tpot_slo_ms": 50}, {"running": 4, "step_time_s": 0.1}, 2.0, ScalingReason.TPOT),
         # A request that is alone gets no faster.
-        ({"tpot_slo_ms": 50}, {"running": 1, "tpot_s": 0.1}, 1.0, ScalingReason.TPOT),
+        ({"tpot_slo_ms": 50}, {"running": 1, "step_time_s": 0.1}, 1.0, ScalingReason.TPOT),
         # The last step's time, of an engine that has nothing to do.
-        ({"tpot_slo_ms": 50}, {"tpot_s": 0.1}, 0.0, ScalingReason.REQUESTS),
+        ({"tpot_slo_ms": 50}, {"step_time_s": 0.1}, 0.0, ScalingReason.REQUESTS),
     ],
     ids=str,
 )  # fmt: skip

@@ -10,8 +10,9 @@ import pytest
 from loomserve.platform.rebalancing.policy.actions import AddReplica
 from loomserve.platform.rebalancing.policy.correction import Corrections
 from loomserve.platform.rebalancing.policy.limits import Reason, Refusal
+from loomserve.platform.rebalancing.policy.measured import Flaw, Measured, Unfit
 from loomserve.platform.rebalancing.policy.planner import weigh_start
-from loomserve.platform.rebalancing.policy.snapshot import Flaw, Measured, Snapshot, Unfit
+from loomserve.platform.rebalancing.policy.snapshot import Snapshot
 from tests.unit.platform.rebalancing.fleets import (
     GIB,
     MIB,

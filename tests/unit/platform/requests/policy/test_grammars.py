@@ -19,8 +19,8 @@ from loomserve.platform.requests.policy.grammars import (
     MOST_PATTERN_CHARACTERS,
     MOST_TOOL_CHARACTERS,
     check_grammars,
+    json_size,
 )
-from loomserve.platform.requests.policy.json_size import json_size
 
 PLACES: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "response format": (

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from loomserve.platform.requests.policy.repeats import repeats
+from loomserve.platform.requests.policy.grammars import repeats
 
 
 @pytest.mark.parametrize(

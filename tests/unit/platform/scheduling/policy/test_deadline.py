@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from loomserve.platform.base.errors import BadRequest
 from loomserve.platform.requests.engine_request import EngineRequest
-from loomserve.platform.scheduling.policy.deadline import DEADLINE, deadline_of
+from loomserve.platform.scheduling.policy.hints import DEADLINE, deadline_of
 
 CHAT = "/v1/chat/completions"
 JSON = st.recursive(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from loomserve.platform.base.errors import BadRequest
 from loomserve.platform.requests.engine_request import EngineRequest
-from loomserve.platform.scheduling.policy.expected import EXPECTED, Expected, expected_of
+from loomserve.platform.scheduling.policy.hints import EXPECTED, Expected, expected_of
 from loomserve.platform.scheduling.simulator import (
     Costs,
     Limits,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.platform.scheduling.policy.leaving import StayingRequest, leaving
+from loomserve.platform.scheduling.policy.preemption import StayingRequest, leaving
 
 
 def test_who_waits_leaves_first_the_newest_first_then_who_has_the_fewest_tokens() -> None:

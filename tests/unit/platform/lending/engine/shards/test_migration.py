@@ -39,43 +39,43 @@ class Worker:
         self.away = False
         self.closed = False
 
-    def __call__(self, call: str, partition: int, *given: Any) -> bool:
-        assert partition == PARTITION
+    def __call__(self, method: str, call: str, partition: int, *given: Any) -> bool:
+        assert (method, partition) == ("shard", PARTITION)
         done: bool = getattr(self, call)(*given)
         return done
 
-    def send_shard(self, blocks: list[int]) -> bool:
+    def send(self, blocks: list[int]) -> bool:
         assert not self.away
         if not self.closed:
             self.there.update({block: self.here[block] for block in blocks})
         return not self.closed
 
-    def fetch_shard(self, blocks: list[int]) -> bool:
+    def fetch(self, blocks: list[int]) -> bool:
         assert self.away
         if not self.closed:
             self.back.update({block: self.there[block] for block in blocks})
         return not self.closed
 
-    def hand_over_shard(self, rest: list[int]) -> bool:
-        if rest and not self.send_shard(rest):
+    def hand_over(self, rest: list[int]) -> bool:
+        if rest and not self.send(rest):
             return False
         self.away, self.here, self.unprepared, self.kept = True, {}, 2, 2
         return True
 
-    def free_shard_memory(self) -> bool:
+    def free_memory(self) -> bool:
         assert self.away
         assert self.kept
         self.kept -= 1
         return not self.kept
 
-    def prepare_shard_return(self) -> bool:
+    def prepare_return(self) -> bool:
         assert self.away
         assert self.unprepared
         self.unprepared -= 1
         return not self.unprepared
 
-    def take_back_shard(self, rest: list[int]) -> bool:
-        if rest and not self.fetch_shard(rest):
+    def take_back(self, rest: list[int]) -> bool:
+        if rest and not self.fetch(rest):
             return False
         assert all(block < OWN_BLOCKS for block in self.back)
         assert self.closed or not self.unprepared

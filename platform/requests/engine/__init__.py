@@ -1,1 +1,0 @@
-"""vLLM's engine front end, which checks grammars beside the event loop."""
