@@ -69,6 +69,9 @@ class SwapSpace:
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def tokens_of(self, request_id: str) -> int | None:
         """Tokens of a request in swap space; None if it is not swapped out."""
         entry = self._entries.get(request_id)
