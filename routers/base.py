@@ -6,7 +6,6 @@ and scores, and the policy picks (:class:`loomserve.routers.policy.RoutingPolicy
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,10 +57,6 @@ class Choice:
     place: int
     reason: str
     """Label of ``loomserve_route_decisions_total``."""
-
-
-Pick = Callable[[Candidates], Choice]
-"""Chooses one of the candidates, at least one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,32 +32,33 @@ class PlanMethods(ABC):
 
     @replies
     async def rebalancing_state(self) -> RebalancingState:
-        return await self._rebalancing.rebalancing_state()
+        return self._rebalancing.rebalancer.state()
 
     @replies
     async def switch_rebalancing(self, mode: Mode | None, paused: bool | None) -> RebalancingState:
-        return await self._published(self._rebalancing.switch_rebalancing(mode, paused))
+        return await self._published(self._rebalancing.rebalancer.switch(mode, paused))
 
     @replies
     async def rebalancing_events(self, limit: int) -> Events:
-        return await self._rebalancing.rebalancing_events(limit)
+        return Events(events=tuple(await self._rebalancing.rebalancer.events(limit)))
 
     @replies
     async def plans(self) -> PlanList:
-        return await self._rebalancing.plans()
+        found = {"plans": self._rebalancing.rebalancer.plans()}
+        return PlanList.model_validate(found, from_attributes=True)
 
     @replies
     async def make_plan(self, actions: tuple[Action, ...], forced: bool) -> MadePlan:
-        return await self._published(self._rebalancing.make_plan(actions, forced))
+        return await self._published(self._rebalancing.rebalancer.make(actions, forced=forced))
 
     @replies
     async def plan(self, plan_id: str) -> Plan:
-        return await self._rebalancing.plan(plan_id)
+        return self._rebalancing.rebalancer.plan(plan_id)
 
     @replies
     async def apply_plan(self, plan_id: str) -> Plan:
-        return await self._published(self._rebalancing.apply_plan(plan_id))
+        return await self._published(self._rebalancing.rebalancer.apply(plan_id))
 
     @replies
     async def abort_plan(self, plan_id: str) -> Plan:
-        return await self._published(self._rebalancing.abort_plan(plan_id))
+        return await self._published(self._rebalancing.rebalancer.abort(plan_id))

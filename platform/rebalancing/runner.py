@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,16 +30,8 @@ from loomserve.platform.rebalancing.actuators.replicas import (
 from loomserve.platform.rebalancing.actuators.shards import ShardActuator
 from loomserve.platform.rebalancing.controller import Rebalancer
 from loomserve.platform.rebalancing.observe import measured, sums_of
-from loomserve.platform.rebalancing.plans.plans import Plan
-from loomserve.platform.rebalancing.plans.reports import (
-    Events,
-    MadePlan,
-    Mode,
-    PlanList,
-    RebalancingState,
-)
 from loomserve.platform.rebalancing.plans.store import PlanStore, plans_folder
-from loomserve.platform.rebalancing.policy.actions import Action, ActionKind
+from loomserve.platform.rebalancing.policy.actions import ActionKind
 from loomserve.platform.rebalancing.policy.measured import Measured
 from loomserve.platform.rebalancing.policy.rates import Rates
 from loomserve.platform.rebalancing.scaler import RoomFor, Scaler
@@ -70,7 +61,7 @@ class ReplicaControl(Protocol):
 
 
 class RebalancingRunner:
-    """Connects the rebalancing controller with the fleet and the admin API."""
+    """Connects the rebalancing controller with the fleet."""
 
     def __init__(
         self,
@@ -117,33 +108,6 @@ class RebalancingRunner:
             self.rebalancer.tick,
             failed=lambda error: _log.error("rebalancing could not get on", exc_info=error),
         )
-
-    # What the admin API asks the controller's actor
-
-    async def rebalancing_state(self) -> RebalancingState:
-        return self.rebalancer.state()
-
-    async def switch_rebalancing(self, mode: Mode | None, paused: bool | None) -> RebalancingState:
-        return await self.rebalancer.switch(mode, paused)
-
-    async def rebalancing_events(self, limit: int) -> Events:
-        return Events(events=tuple(await self.rebalancer.events(limit)))
-
-    async def plans(self) -> PlanList:
-        found = {"plans": self.rebalancer.plans()}
-        return PlanList.model_validate(found, from_attributes=True)
-
-    async def make_plan(self, actions: Sequence[Action], forced: bool) -> MadePlan:
-        return await self.rebalancer.make(tuple(actions), forced=forced)
-
-    async def plan(self, plan_id: str) -> Plan:
-        return self.rebalancer.plan(plan_id)
-
-    async def apply_plan(self, plan_id: str) -> Plan:
-        return await self.rebalancer.apply(plan_id)
-
-    async def abort_plan(self, plan_id: str) -> Plan:
-        return await self.rebalancer.abort(plan_id)
 
     def _observe(self, changed_at_s: float) -> Measured:
         at_s, monotonic_s = self._clock(), time.monotonic()

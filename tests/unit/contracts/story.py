@@ -32,7 +32,6 @@ def answers(whole: WholePlatform) -> Told:
     chat = {**_GREEDY, "messages": SAYS, "max_tokens": 3}
     text = {**_GREEDY, "prompt": "A loom", "max_tokens": 3}
     response = {**_GREEDY, "input": "A loom", "max_output_tokens": 3, "store": False}
-    message = {**chat, "max_tokens": 3}
     told: Told = {}
     for name, path, body in (
         ("chat", "chat/completions", chat),
@@ -45,7 +44,7 @@ def answers(whole: WholePlatform) -> Told:
         ("completions", "completions", text),
         ("completions, two", "completions", {**text, "prompt": ["A", "B"], "logprobs": 1}),
         ("responses", "responses", response),
-        ("messages", "messages", message),
+        ("messages", "messages", chat),
         ("messages, tokens", "messages/count_tokens", {"model": "chat", "messages": SAYS}),
         ("tokenize", "tokenize", {"model": "chat", "prompt": "A loom"}),
         ("detokenize", "detokenize", {"model": "chat", "tokens": [300, 301]}),
@@ -59,7 +58,7 @@ def answers(whole: WholePlatform) -> Told:
         ("too long", "completions", {**text, "prompt": "A loom " * 3000}),
         ("a grammar", "chat/completions",
          {**chat, "response_format": {"type": "json_object"}}),
-        ("messages, no model", "messages", {**message, "model": "none"}),
+        ("messages, no model", "messages", {**chat, "model": "none"}),
         ("messages, no tokens", "messages", {"model": "chat", "messages": SAYS}),
     ):  # fmt: skip
         told[name] = whole.ask("POST", f"/v1/{path}", body)
@@ -69,7 +68,7 @@ def answers(whole: WholePlatform) -> Told:
          {**chat, "stream_options": {"include_usage": True}}, 6),
         ("completions", "completions", text, 4),
         ("responses", "responses", response, 11),
-        ("messages", "messages", message, 7),
+        ("messages", "messages", chat, 7),
         ("no model", "chat/completions", {**chat, "model": "none"}, 1),
     ):  # fmt: skip
         told[f"{name}, streamed"] = _stream(whole, f"/v1/{path}", body, events)

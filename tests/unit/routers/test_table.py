@@ -10,12 +10,13 @@ import pytest
 
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import Role
-from loomserve.routers.base import Decision, Pick
+from loomserve.routers.base import Decision
 from loomserve.routers.in_flight import Booking, InFlight
 from loomserve.routers.policies import load_aware, power_of_two, prefix_aware, round_robin
 from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.table import ReplicaTable
 from tests.unit.routers import reference
+from tests.unit.routers.policies.fleets import Pick
 
 STALE_S = 10.0
 NOBODY: frozenset[str] = frozenset()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
-from loomserve.platform.base.reply import replies
+from loomserve.deployments.controller.plan_methods import PlanMethods
 from loomserve.platform.cli.plans import plans
 from loomserve.platform.cli.status import AdminError
 from loomserve.platform.config import Config
@@ -29,6 +29,8 @@ from tests.unit.platform.fleet.heartbeats import COLD, DEVICES, HOT, borrowing, 
 from tests.unit.platform.rebalancing import test_observe as made_up
 from tests.unit.served import served
 
+T = TypeVar("T")
+
 
 class NoReplicas:
     """There are neither roles nor replicas to change."""
@@ -41,6 +43,16 @@ class NoReplicas:
 
     def set_replicas(self, name: str, replicas: int) -> None:
         raise AssertionError(name)
+
+
+class Actor(PlanMethods):
+    """The controller's actor, of which no gateway is told."""
+
+    def __init__(self, runner: RebalancingRunner) -> None:
+        self._rebalancing = runner
+
+    async def _published(self, work: Awaitable[T]) -> T:
+        return await work
 
 
 def no_room(name: str, device: str) -> str:
@@ -86,8 +98,10 @@ def runner(tmp_path: Path) -> RebalancingRunner:
 
 @pytest.fixture
 def app(runner: RebalancingRunner) -> FastAPI:
+    actor = Actor(runner)
+
     async def ask(method: str, *args: Any) -> Any:
-        return respond(await replies(getattr(runner, method))(*args))
+        return respond(await getattr(actor, method)(*args))
 
     app = FastAPI(exception_handlers=exception_handlers)
     app.include_router(build_plans_router(ask), prefix="/admin/v1")

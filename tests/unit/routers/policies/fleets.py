@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import Role
-from loomserve.routers.base import Candidates, Decision, Pick
+from loomserve.routers.base import Candidates, Choice, Decision
 from loomserve.routers.in_flight import NOTHING, Assigned, Booking, InFlight
 from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.table import ReplicaTable
@@ -19,6 +19,8 @@ NOW = 1_000.0
 LIMIT = 1.6
 NOBODY: frozenset[str] = frozenset()
 STALE_S = 10.0
+Pick = Callable[[Candidates], Choice]
+"""Chooses one of the candidates, at least one."""
 
 
 def load(running: int = 0, waiting: int = 0, kv: float = 0.0, age_s: float = 0.0) -> ReplicaLoad:

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loomserve.platform.state.roles import Role
-from loomserve.routers.base import Decision, Pick
+from loomserve.routers.base import Decision
 from loomserve.routers.in_flight import Assigned
 from loomserve.routers.policies import load_aware, power_of_two, round_robin
 from tests.unit.routers.policies.fleets import (
     LIMIT,
     NOBODY,
     NOW,
+    Pick,
     candidates,
     fleets,
     load,
