@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -52,6 +53,9 @@ class NonSpinningExecutor(_AnswersSchedulerCalls, MultiprocExecutor):  # type: i
     def _init_executor(self) -> None:
         end_with_parent()
         sleep_instead_of_spinning()
+        # vLLM has workers of a CPU spawned, so that OpenMP reads in each on which cores its threads
+        # are. Ours bind themselves, and need not import all for 20 s.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         super()._init_executor()
 
 

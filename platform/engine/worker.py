@@ -14,6 +14,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from loomserve.platform.base.heap import give_back_freed
 from loomserve.platform.engine.adapters.segments import compute_by_segments, refuse_experts
 from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
+from loomserve.platform.engine.core.cores import bind_worker_to_stage
 from loomserve.platform.engine.process.lone_groups import groups_without_ports
 from loomserve.platform.engine.resumption.model_runner import ResumesRequests
 from loomserve.platform.engine.sleeping.memory import give_back_pages
@@ -98,6 +99,8 @@ class NonSpinningWorker(CPUWorker):  # type: ignore[misc]
         sleep_instead_of_spinning()
 
     def init_device(self) -> None:
+        if threads := bind_worker_to_stage(self.local_rank):
+            torch.set_num_threads(threads)
         with groups_without_ports(self.vllm_config.parallel_config.world_size_across_dp):
             super().init_device()
         if self.vllm_config.lora_config is not None:

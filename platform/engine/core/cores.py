@@ -33,6 +33,19 @@ def bind_to_device() -> None:
         _elsewhere.difference_update(_device)
 
 
+def bind_worker_to_stage(stage: int) -> int:
+    """Bind this thread, and those that it starts, to the device of a pipeline's stage.
+
+    Returns how many cores that device has; 0 where the environment names none for each stage.
+    """
+    stages = os.environ.get(_BIND, "").split("|")
+    if len(stages) < 2:
+        return 0
+    cores = _cores(stages[stage])
+    os.sched_setaffinity(0, cores)
+    return len(cores)
+
+
 def leave_device() -> None:
     """Let this thread run on all cores but the device's, if there are others."""
     if _device and _elsewhere:

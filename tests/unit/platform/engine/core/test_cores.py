@@ -48,3 +48,25 @@ def test_a_device_of_all_cores_leaves_no_other(monkeypatch: pytest.MonkeyPatch) 
     every = os.sched_getaffinity(0)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
     assert in_a_thread(cores.bind_to_device, cores.leave_device) == every
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core only")
+def test_a_stages_worker_is_on_the_cores_of_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")
+    assert in_a_thread(lambda: cores.bind_worker_to_stage(1)) == {second}
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{second}|{first},{second}")
+    threads: list[int] = []
+    assert in_a_thread(lambda: threads.append(cores.bind_worker_to_stage(1))) == {first, second}
+    assert threads == [2]
+
+
+@pytest.mark.parametrize("named", ["", "0", "nobind"])
+def test_a_worker_without_stages_is_left_where_it_is(
+    named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", named)
+    every = os.sched_getaffinity(0)
+    threads: list[int] = []
+    assert in_a_thread(lambda: threads.append(cores.bind_worker_to_stage(0))) == every
+    assert threads == [0]
