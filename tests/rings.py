@@ -53,6 +53,8 @@ class Part:
     options: tuple[str, ...] = ()
     imports_tests: bool = False
     """Whether these processes are forked from one that has imported the tests."""
+    marker: str = ""
+    """One of pytest that stands in each file of its tests; the others are not even imported."""
 
     def run(self, output: Path | None = None) -> Outcome:
         """Run its tests.
@@ -82,7 +84,17 @@ class Part:
     def command(self) -> list[str]:
         pytest = [sys.executable, "-m", "pytest", *_PLUGIN, "-m", self.select, *self.options]
         several = processes(self.processes) if self.processes else []
-        return [*pytest, *several, *self.folders]
+        return [*pytest, *several, *self.files]
+
+    @property
+    def files(self) -> list[str]:
+        """Where its tests are: folders, or the files there that have its marker."""
+        if not self.marker:
+            return [*self.folders]
+        found = (
+            file for folder in self.folders for file in sorted((ROOT / folder).rglob("test_*.py"))
+        )
+        return [str(file.relative_to(ROOT)) for file in found if self.marker in file.read_text()]
 
 
 UNIT_PROCESSES = min(2 * _CORES, 16)
@@ -94,6 +106,7 @@ _UNIT = (UNIT_PROCESSES, GROUPS, True)
 _TWO = (2, (*GROUPS, "--durations=20"))
 _ENGINES = "not slow and not claim and not simulated"
 
+_SIMULATED, _CLAIM = "mark.simulated", "mark.claim("
 _INTEGRATION, _E2E, _CLUSTER = "tests/integration", "tests/e2e", "tests/cluster"
 
 Lane = tuple[Part, ...]
@@ -102,10 +115,16 @@ Lane = tuple[Part, ...]
 RINGS: dict[str, tuple[Lane, ...]] = {
     "test": (
         (Part("unit tests", "not slow and not heavy", ("tests/unit",), *_UNIT),),
-        # Platforms wait for much, and leave the cores to unit tests.
+        # Platforms wait for much, and leave the cores to others.
+        (Part("simulated engines", "simulated and not slow", (_E2E,), *_TWO, marker=_SIMULATED),),
         (
-            Part("simulated engines", "simulated and not slow", (_E2E,), *_TWO),
-            Part("claims on real engines", "claim and not slow", (_INTEGRATION, _E2E), *_TWO),
+            Part(
+                "claims on real engines",
+                "claim and not slow",
+                (_INTEGRATION, _E2E),
+                *_TWO,
+                marker=_CLAIM,
+            ),
         ),
     ),
     "engines": (

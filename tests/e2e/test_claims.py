@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from loomserve.platform.models import catalog
 from tests.e2e.conftest import COLD, ENGINE, Platform
 from tests.e2e.test_admin import model_state, wait_for
+from tests.families import DEMO_EMBEDDINGS
 from tests.peft_folders import write_adapter
 
 pytestmark = pytest.mark.e2e
@@ -29,9 +32,16 @@ START_S = 240.0
 @contextmanager
 def loaded(platform: Platform, status: str = "ready", **model: Any) -> Iterator[None]:
     """A model beside the platform's own, of which there is nothing left afterwards."""
-    given = {"name": NAME, "source": "demo", "devices": ["core0"], "kv_cache_memory": "64MiB"}
+    given = {
+        "name": NAME,
+        "source": "demo",
+        "devices": ["core0"],
+        "kv_cache_memory": "64MiB",
+        "engine": ENGINE,
+        **model,
+    }
     with platform.admin() as admin:
-        admin.post("/admin/v1/models", json={**given, "engine": ENGINE, **model}).raise_for_status()
+        admin.post("/admin/v1/models", json=given).raise_for_status()
         wait_for(lambda: shown(platform) == status, START_S, platform.state)
         yield
         admin.delete(f"/admin/v1/models/{NAME}").raise_for_status()
@@ -59,6 +69,39 @@ def text(platform: Platform, model: str = NAME, prompt: str = PROMPT, tokens: in
 def test_a_model_over_two_devices_answers_as_on_one(platform: Platform) -> None:
     with loaded(platform, devices=["core0", "core1"], pipeline={"layers": [21, 9]}, kvstore=False):
         assert text(platform) == text(platform, COLD)
+
+
+SENTENCES = (
+    "A small dog runs through the garden.",
+    "In the yard a puppy is running about.",
+    "The price of copper fell for the third week.",
+)
+
+
+@pytest.mark.claim("embeddings")
+def test_the_demo_model_embeds_as_transformers_does_and_tells_near_from_far(
+    platform: Platform,
+) -> None:
+    engine = {"enforce_eager": True, "dtype": "float32"}
+    body = {"model": NAME, "input": [*SENTENCES]}
+    with loaded(platform, source=DEMO_EMBEDDINGS, engine=engine), platform.http() as http:
+        answered = http.post("/v1/embeddings", json=body, timeout=200).raise_for_status().json()
+    assert answered["usage"]["prompt_tokens"] > len(SENTENCES)
+    found = torch.tensor([each["embedding"] for each in answered["data"]])
+    assert torch.allclose(found, _by_transformers(), atol=1e-4)
+    near, far = found[0] @ found[1], found[0] @ found[2]
+    assert near > 0.5 > 0.2 > far
+
+
+def _by_transformers() -> torch.Tensor:
+    folder = catalog.resolve(DEMO_EMBEDDINGS, Path())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    bert = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32)
+    given = tokenizer([*SENTENCES], padding=True, return_tensors="pt")
+    with torch.inference_mode():
+        states = bert(**given).last_hidden_state
+    mask = given["attention_mask"].unsqueeze(-1)
+    return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
 
 @pytest.fixture(scope="module")

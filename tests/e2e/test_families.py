@@ -11,15 +11,12 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-import transformers
 
-from loomserve.platform.models import catalog
 from loomserve.platform.requests.engine_request import FORWARDED
 from tests import tiny_models
 from tests.e2e.conftest import Platform, server_section, started
 from tests.e2e.test_on_demand import admin, state_of, status, until
-from tests.families import DEMO_EMBEDDINGS, FAMILIES, Family
+from tests.families import FAMILIES, Family
 
 pytestmark = pytest.mark.e2e
 
@@ -169,36 +166,3 @@ def test_a_family_is_served_sleeps_wakes_is_killed_and_goes(
         engine(platform, family).kill()
     assert answer(platform, family) == first
     put_away(platform, name, "unload", "unloaded")
-
-
-SENTENCES = (
-    "A small dog runs through the garden.",
-    "In the yard a puppy is running about.",
-    "The price of copper fell for the third week.",
-)
-
-
-@pytest.mark.claim("embeddings")
-def test_the_demo_model_embeds_as_transformers_does_and_tells_near_from_far(
-    platform: Platform,
-) -> None:
-    real = next(each for each in FAMILIES if each.model == DEMO_EMBEDDINGS)
-    with platform.http() as http:
-        body = {"model": name_of(real), "input": [*SENTENCES]}
-        answered = http.post(real.endpoint, json=body, timeout=200).raise_for_status().json()
-    assert answered["usage"]["prompt_tokens"] > len(SENTENCES)
-    found = torch.tensor([each["embedding"] for each in answered["data"]])
-    assert torch.allclose(found, _by_transformers(), atol=1e-4)
-    near, far = found[0] @ found[1], found[0] @ found[2]
-    assert near > 0.5 > 0.2 > far
-
-
-def _by_transformers() -> torch.Tensor:
-    folder = catalog.resolve(DEMO_EMBEDDINGS, Path())
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    bert = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32)
-    given = tokenizer([*SENTENCES], padding=True, return_tensors="pt")
-    with torch.inference_mode():
-        states = bert(**given).last_hidden_state
-    mask = given["attention_mask"].unsqueeze(-1)
-    return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)

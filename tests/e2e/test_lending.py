@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from tests.browser import DESKTOP, browser, log_in, open_page, picture, tab
-from tests.e2e.conftest import ENGINE, LOOMSERVE, Platform, serving, started
+from tests.e2e.conftest import ENGINE, LOOMSERVE, Platform
 from tests.e2e.test_admin import model_state, wait_for
 from tests.forks import descendants
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("platform")]
 
 BORROWER, LENDER = "lending-hot", "lending-cold"
 # A block is 1.5 MB, so the borrower holds 45 itself, and no more than five of these prompts.
@@ -46,9 +46,12 @@ TOKENS = 60
 
 
 @pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with started(tmp_path_factory.mktemp("lending"), serving(COLD_MODEL, HOT_MODEL)) as running:
-        yield running
+def platform(real_platform: Platform) -> Iterator[Platform]:
+    """The one that tests share, with these models beside its own."""
+    replace_models(real_platform, (), COLD_MODEL, HOT_MODEL)
+    yield real_platform
+    there = [name for name in (BORROWER, LENDER) if model_state(real_platform, name)]
+    replace_models(real_platform, there)
 
 
 def replace_models(platform: Platform, gone: Collection[str], *models: dict[str, Any]) -> None:
