@@ -30,12 +30,15 @@ class StoreConnectorWorker:
     """
 
     memory: BlockMemory
+    _loader: Loader
+    # What is fetched must not keep a step's loads waiting.
+    _fetcher: Loader
+    _saver: Saver
 
     def __init__(self, options: Mapping[str, Any], rank: int) -> None:
         self._options = options
         self._rank = rank
         self._failed: set[int] = set()
-        self._threads: tuple[Loader, Loader, Saver] | None = None
         self._fetches: dict[str, Future[set[int]]] = {}
         self._reported = Transferred(0, 0.0, 0, 0.0, 0, 0.0)
         self._computed: set[int] = set()
@@ -52,12 +55,11 @@ class StoreConnectorWorker:
         staging = Staging(memory, stream_for(device)) if isinstance(memory, BatchedMemory) else None
         model = self._options["model"]
         # A stream each, so that a GPU copies both ways at once.
-        self._threads = (
-            Loader(memory, arena, stream_for(device), StoreClient(address)),
-            # What is fetched must not keep a step's loads waiting.
-            Loader(memory, arena, stream_for(device), StoreClient(address)),
-            Saver(memory, arena, stream_for(device), StoreClient(address), model, staging),
-        )
+        self._loader = Loader(memory, arena, stream_for(device), StoreClient(address))
+        self._fetcher = Loader(memory, arena, stream_for(device), StoreClient(address))
+        self._saver = Saver(memory, arena, stream_for(device), StoreClient(address), model, staging)
+        for thread in (self._loader, self._fetcher, self._saver):
+            self._closing.callback(thread.close)
 
     def settle(self) -> None:
         """Drain copies that run beside steps, before blocks are remapped."""
@@ -67,23 +69,21 @@ class StoreConnectorWorker:
     def use(self, memory: BlockMemory) -> None:
         """Copy from and to this memory from now on; call it between steps, after :meth:`settle`."""
         self.memory = memory
-        for thread in self.threads:
+        for thread in (self._loader, self._fetcher, self._saver):
             thread.memory = memory
 
     def swap_out(self, saves: list[dict[int, Save]]) -> None:
         if saves:
-            *_, saver = self.threads
-            saver.save_computed([save[self._rank] for save in saves])
+            self._saver.save_computed([save[self._rank] for save in saves])
 
     def start_loads(self, transfers: StepTransfers, *, one_graph: bool) -> None:
-        loader, fetcher, _ = self.threads
         self._one_graph = one_graph
         if transfers.loads:
-            loader.start([load[self._rank] for load in transfers.loads])
+            self._loader.start([load[self._rank] for load in transfers.loads])
             if one_graph or not self.memory.beside_steps:
-                loader.wait()
+                self._loader.wait()
         for request_id, load in transfers.fetches.items():
-            self._fetches[request_id] = fetcher.fetch(load[self._rank])
+            self._fetches[request_id] = self._fetcher.fetch(load[self._rank])
             if not self.memory.beside_steps:
                 self._fetches[request_id].result()
 
@@ -95,57 +95,43 @@ class StoreConnectorWorker:
 
     def take_transferred(self) -> Transferred | None:
         """Copies since the last call; None if there were none."""
-        loader, fetcher, saver = self.threads
-        out, loaded, fetched = saver.time.copied, loader.time.copied, fetcher.time.copied
+        out, loaded, fetched = self._saver.copied, self._loader.copied, self._fetcher.copied
         in_bytes, in_s = loaded.size + fetched.size, loaded.busy_s + fetched.busy_s
-        total = Transferred(*out, in_bytes, in_s, *saver.time.saved)
+        total = Transferred(*out, in_bytes, in_s, *self._saver.saved)
         new, self._reported = total.since(self._reported), total
         return new if new.out_bytes or new.in_bytes or new.out_core_s else None
 
     def before_layer(self, layer_name: str, saves: list[dict[int, Save]]) -> None:
-        loader, _, saver = self.threads
         # That is decided once, before the first layer.
-        if saves and not self._computed and not saver.running and self.memory.beside_steps:
+        if saves and not self._computed and not self._saver.running and self.memory.beside_steps:
             mine = [save[self._rank] for save in saves]
-            if not saver.stages(mine):
-                saver.start(mine)
-        loader.wait_layer(self.memory.layer_of[layer_name])
+            if not self._saver.stages(mine):
+                self._saver.start(mine)
+        self._loader.wait_layer(self.memory.layer_of[layer_name])
 
     def after_layer(self, layer_name: str) -> None:
-        *_, saver = self.threads
         layer = self.memory.layer_of[layer_name]
         self._computed.add(layer)
-        saver.layer_done(layer)
+        self._saver.layer_done(layer)
 
     def end_step(self, saves: list[dict[int, Save]], *, sound: bool) -> None:
         """``sound``: the forward pass did not raise."""
-        loader, _, saver = self.threads
-        failed = loader.finish()
+        failed = self._loader.finish()
         self._failed |= failed
         sound = sound and not failed
         computed, self._computed = self._computed, set()
-        if saver.running:
-            saver.finish(sound=sound)
+        if self._saver.running:
+            self._saver.finish(sound=sound)
         elif saves and sound and (self._one_graph or computed >= self.memory.layers_here):
-            saver.save_computed([save[self._rank] for save in saves])
+            self._saver.save_computed([save[self._rank] for save in saves])
 
     def give_back(self) -> None:
         """Do without the GPU's memory that is there for saves, until the next step."""
-        *_, saver = self.threads
-        saver.give_back()
+        self._saver.give_back()
 
     def take_failed(self) -> set[int]:
         failed, self._failed = self._failed, set()
         return failed
 
-    @property
-    def threads(self) -> tuple[Loader, Loader, Saver]:
-        assert self._threads is not None, "register_kv_caches() comes first"
-        return self._threads
-
     def close(self) -> None:
-        if self._threads is not None:
-            for thread in self._threads:
-                thread.close()
-            self._threads = None
         self._closing.close()

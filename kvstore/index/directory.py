@@ -7,18 +7,14 @@ a chain's length on a node is found by bisection.
 
 from __future__ import annotations
 
-import functools
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 from loomserve.kvstore.index.journal import Change, Tier
 from loomserve.kvstore.index.radix import KEY_BYTES
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Holding(NamedTuple):
@@ -41,17 +37,6 @@ class _Node:
         return sum(map(len, self.blocks.values()))
 
 
-def _locked(
-    method: Callable[Concatenate[Directory, P], R],
-) -> Callable[Concatenate[Directory, P], R]:
-    @functools.wraps(method)
-    def locked(self: Directory, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return locked
-
-
 class Directory:
     """Blocks of other nodes as they announce them; beyond ``most_blocks`` nothing is noted.
 
@@ -71,94 +56,87 @@ class Directory:
         """Entries: a block of two nodes counts twice."""
         return self._count
 
-    @_locked
     def heard(self, node: str) -> tuple[int, int]:
         """Epoch and number of the last message that was taken in; zeros: none was."""
-        known = self._nodes.get(node)
-        return (known.epoch, known.seq) if known is not None else (0, 0)
+        with self._lock:
+            known = self._nodes.get(node)
+            return (known.epoch, known.seq) if known is not None else (0, 0)
 
-    @_locked
     def begin(self, node: str, epoch: int, seq: int) -> None:
         """All contents of a node follow, as of its message ``seq``: what was known is forgotten."""
-        self.drop(node)
-        self._nodes[node] = _Node(epoch, seq)
+        with self._lock:
+            self.drop(node)
+            self._nodes[node] = _Node(epoch, seq)
 
-    @_locked
     def add(self, node: str, changes: Iterable[Change]) -> None:
-        known = self._nodes.get(node)
-        if known is not None:
-            for change in changes:
-                self._apply(known, change)
+        with self._lock:
+            known = self._nodes.get(node)
+            if known is not None:
+                for change in changes:
+                    self._apply(known, change)
 
-    @_locked
     def apply(self, node: str, epoch: int, seq: int, changes: Iterable[Change]) -> bool:
         """Take a message in; one that was taken in before changes nothing.
 
         False, and the node's entries are gone, if a message is missing: all contents are wanted.
         """
-        known = self._nodes.get(node)
-        if known is not None and known.epoch == epoch and seq <= known.seq:
+        with self._lock:
+            known = self._nodes.get(node)
+            if known is not None and known.epoch == epoch and seq <= known.seq:
+                return True
+            if known is None or known.epoch != epoch or seq != known.seq + 1:
+                self.gaps += known is not None and known.epoch == epoch
+                self.drop(node)
+                return False
+            known.seq = seq
+            for change in changes:
+                self._apply(known, change)
             return True
-        if known is None or known.epoch != epoch or seq != known.seq + 1:
-            self.gaps += known is not None and known.epoch == epoch
-            self.drop(node)
-            return False
-        known.seq = seq
-        for change in changes:
-            self._apply(known, change)
-        return True
 
-    @_locked
     def drop(self, node: str) -> None:
         """Forget a node: it is gone, or what is known of it is not to be trusted."""
-        known = self._nodes.pop(node, None)
-        if known is not None:
-            self._count -= len(known)
+        with self._lock:
+            known = self._nodes.pop(node, None)
+            if known is not None:
+                self._count -= len(known)
 
-    @_locked
     def keep_only(self, nodes: Collection[str]) -> None:
-        for node in [node for node in self._nodes if node not in nodes]:
-            self.drop(node)
+        with self._lock:
+            for node in [node for node in self._nodes if node not in nodes]:
+                self.drop(node)
 
-    @_locked
     def holdings(self, namespace: bytes, keys: bytes) -> list[Holding]:
         """What each node has of a chain, of those that have something."""
-        found: list[Holding] = []
-        length = len(keys) // KEY_BYTES
-        for name, node in self._nodes.items():
-            tiers = node.blocks.get(namespace)
-            if not tiers or keys[:KEY_BYTES] not in tiers:
-                continue
-            resident = _prefix(tiers, keys, length, Tier.SSD)
-            found.append(Holding(name, resident, _prefix(tiers, keys, resident, Tier.MEMORY)))
-        return found
+        with self._lock:
+            found: list[Holding] = []
+            length = len(keys) // KEY_BYTES
+            for name, node in self._nodes.items():
+                tiers = node.blocks.get(namespace)
+                if not tiers or keys[:KEY_BYTES] not in tiers:
+                    continue
+                resident = _prefix(tiers, keys, length, Tier.SSD)
+                found.append(Holding(name, resident, _prefix(tiers, keys, resident, Tier.MEMORY)))
+            return found
 
-    @_locked
     def holders(self, namespace: bytes, key: bytes) -> list[str]:
         """Nodes that have a block in memory."""
-        return [
-            name
-            for name, node in self._nodes.items()
-            if node.blocks.get(namespace, {}).get(key) == Tier.MEMORY
-        ]
+        with self._lock:
+            return [
+                name
+                for name, node in self._nodes.items()
+                if node.blocks.get(namespace, {}).get(key) == Tier.MEMORY
+            ]
 
     def _apply(self, node: _Node, change: Change) -> None:
-        keys = change.keys
-        if change.tier is Tier.GONE:
-            blocks = node.blocks.get(change.namespace, {})
-            before = len(blocks)
-            for at in range(0, len(keys), KEY_BYTES):
-                blocks.pop(keys[at : at + KEY_BYTES], None)
-            self._count += len(blocks) - before
-            if before and not blocks:
-                del node.blocks[change.namespace]
-            return
+        keys, gone = change.keys, change.tier is Tier.GONE
         blocks = node.blocks.setdefault(change.namespace, {})
         before = len(blocks)
         room = self._most_blocks - self._count
         for at in range(0, len(keys), KEY_BYTES):
             key = keys[at : at + KEY_BYTES]
-            if len(blocks) - before < room or key in blocks:
+            if gone:
+                blocks.pop(key, None)
+            elif len(blocks) - before < room or key in blocks:
                 blocks[key] = change.tier
         self._count += len(blocks) - before
         if not blocks:

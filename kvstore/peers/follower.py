@@ -5,17 +5,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from loomserve.kvstore.index.directory import Directory
-from loomserve.kvstore.index.journal import Change
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.peers.messages import Announcement, Member, well_formed
 from loomserve.kvstore.storage.checksum import Space
-from loomserve.kvstore.transport.protocol import PeerGoneError, Subscribe, decoded
-from loomserve.kvstore.transport.tcp import EventStream, TcpTransport
+from loomserve.kvstore.transport.channel import Channel
+from loomserve.kvstore.transport.protocol import (
+    MESSAGE_S,
+    MOST_EVENTS_BYTES,
+    PeerGoneError,
+    Subscribe,
+    decoded,
+)
+from loomserve.kvstore.transport.tcp import TcpTransport
 
 _logger = logging.getLogger(__name__)
 
@@ -45,7 +51,7 @@ class Follower:
         self._on_spaces = on_spaces
         self._decoder = msgspec.msgpack.Decoder(Announcement)
         self._lock = threading.Lock()
-        self._stream: EventStream | None = None
+        self._stream: Channel | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-follower", daemon=True)
         self._thread.start()
@@ -79,7 +85,7 @@ class Follower:
                     self._stream = None
                 stream.close()
 
-    def _connect(self) -> EventStream:
+    def _connect(self) -> Channel:
         heard = Subscribe(*self._directory.heard(self.member.node))
         stream = self._transport.follow(self.member.address, heard)
         with self._lock:
@@ -88,11 +94,11 @@ class Follower:
                 stream.shut()
         return stream
 
-    def _hear(self, stream: EventStream) -> None:
+    def _hear(self, stream: Channel) -> None:
         """Until the stream ends or a message is missing."""
         begun = self._directory.heard(self.member.node) != (0, 0)
         while True:
-            frame = stream.next()
+            frame = stream.receive_frame(MOST_EVENTS_BYTES, time.monotonic() + MESSAGE_S)
             if frame:
                 begun = True
                 if not self._take(frame):
@@ -116,18 +122,10 @@ class Follower:
 def take_contents(directory: Directory, message: Announcement) -> None:
     """Take all that a node has, which replaces what was known of it."""
     directory.begin(message.node, message.epoch, message.seq)
-    for some in _parts(message.changes):
-        directory.add(message.node, some)
-        time.sleep(0)  # else this thread keeps the interpreter from the store's
-
-
-def _parts(changes: Sequence[Change]) -> Iterator[list[Change]]:
-    part: list[Change] = []
     keys = 0
-    for change in changes:
-        part.append(change)
+    for change in message.changes:
+        directory.add(message.node, [change])
         keys += len(change.keys) // KEY_BYTES
         if keys >= _KEYS_AT_ONCE:
-            yield part
-            part, keys = [], 0
-    yield part
+            keys = 0
+            time.sleep(0)  # else this thread keeps the interpreter from the store's

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
 from loomserve.kvstore.server.protocol import Found, Lookup, Release, decode_slots
 from loomserve.kvstore.server.store import BlockStore
-from loomserve.kvstore.transport.protocol import (
-    FETCH_S,
-    FetchRequest,
-    HeldBlocks,
-    PeerRefusedError,
-)
+from loomserve.kvstore.transport.protocol import FETCH_S, FetchRequest, PeerRefusedError
 from loomserve.kvstore.wire import Corrupt
 
 _POLL_S = 0.005
@@ -26,7 +23,8 @@ class PeerSource:
         self._client = StoreClient(address)
         self._store = store
 
-    def hold(self, request: FetchRequest) -> HeldBlocks:
+    @contextmanager
+    def hold(self, request: FetchRequest) -> Iterator[tuple[int, Sequence[memoryview]]]:
         until = time.monotonic() + request.wait_s
         found = self._look(request)
         while found.in_memory * KEY_BYTES < len(request.keys) and time.monotonic() < until:
@@ -35,16 +33,16 @@ class PeerSource:
             found = self._look(request)
         blocks = found.in_memory - request.first
         if blocks <= 0 or not found.lease:
-            return HeldBlocks(0, 0, ())
-        # Known by now, for it has a block; views of another size would be of others' bytes.
-        if self._store.slot_bytes(request.namespace) != request.slot_bytes:
+            yield 0, ()
+            return
+        try:
+            # Known by now, for it has a block; views of another size would be of others' bytes.
+            if self._store.slot_bytes(request.namespace) != request.slot_bytes:
+                raise PeerRefusedError("the blocks of this namespace have another size here")
+            slots = decode_slots(found.slots)
+            yield blocks, self._store.memory.arena.runs(slots, request.slot_bytes)
+        finally:
             self._release(found.lease)
-            raise PeerRefusedError("the blocks of this namespace have another size here")
-        views = self._store.memory.arena.runs(decode_slots(found.slots), request.slot_bytes)
-        return HeldBlocks(found.lease, blocks, views)
-
-    def release(self, held: HeldBlocks) -> None:
-        self._release(held.lease)
 
     def spoiled(self, namespace: bytes, keys: bytes) -> None:
         self._client.tell(Corrupt(namespace, keys))

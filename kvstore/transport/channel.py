@@ -45,17 +45,17 @@ class Channel:
 
     @classmethod
     def connect(cls, peer: PeerAddress) -> Channel:
-        sock = socket.socket(socket.AF_INET6 if ":" in peer.host else socket.AF_INET)
         try:
-            sock.settimeout(SILENT_S)
-            sock.connect((peer.host.strip("[]"), peer.port))
+            sock = socket.create_connection((peer.host.strip("[]"), peer.port), SILENT_S)
             return cls(sock)
         except OSError as error:
-            sock.close()
             raise PeerGoneError(f"the KV store at {peer} cannot be reached: {error}") from error
 
     def send(self, message: bytes, deadline: float) -> None:
         self.send_views([memoryview(message)], deadline)
+
+    def send_views(self, views: Sequence[memoryview], deadline: float) -> None:
+        _move(self._socket.sendmsg, views, deadline)
 
     def send_frame(self, message: bytes, deadline: float) -> None:
         self.send(_LENGTH.pack(len(message)) + message, deadline)
@@ -63,15 +63,13 @@ class Channel:
     def send_message(self, message: msgspec.Struct, deadline: float) -> None:
         self.send_frame(msgspec.msgpack.encode(message), deadline)
 
-    def send_views(self, views: Sequence[memoryview], deadline: float) -> None:
-        left = list(views)[::-1]
-        while left:
-            _advance(left, _moved(self._socket.sendmsg, left, deadline))
-
     def receive(self, size: int, deadline: float) -> bytes:
         into = bytearray(size)
         self.receive_into([memoryview(into)], deadline)
         return bytes(into)
+
+    def receive_into(self, views: Sequence[memoryview], deadline: float) -> None:
+        _move(self._receive, views, deadline)
 
     def receive_frame(self, most: int, deadline: float) -> bytes:
         """The next frame; one of more than ``most`` bytes ends the connection."""
@@ -94,12 +92,6 @@ class Channel:
                 raise PeerGoneError("the connection ended")
         return self.receive_frame(most, time.monotonic() + SILENT_S)
 
-    def receive_into(self, views: Sequence[memoryview], deadline: float) -> None:
-        # Of nothing, nothing would come, as at the end.
-        left = [view for view in views if view.nbytes][::-1]
-        while left:
-            _advance(left, _moved(self._receive, left, deadline))
-
     def shut(self) -> None:
         """End the connection, also while another thread waits for it."""
         with contextlib.suppress(OSError):  # it has ended
@@ -108,28 +100,29 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
 
-    def _receive(self, batch: list[memoryview]) -> int:
-        got, *_ = self._socket.recvmsg_into(batch, 0, socket.MSG_WAITALL)
+    def _receive(self, into: list[memoryview]) -> int:
+        got, *_ = self._socket.recvmsg_into(into, 0, socket.MSG_WAITALL)
         if not got:
             raise PeerGoneError("the connection ended")
         return got
 
 
-def _moved(call: Callable[[list[memoryview]], int], left: list[memoryview], deadline: float) -> int:
-    """Bytes that a system call moved of the next views, the last ones of ``left``."""
-    if time.monotonic() > deadline:
-        raise PeerGoneError("it took too long")
-    try:
-        return call(left[: -_VIEWS_A_CALL - 1 : -1])
-    except BlockingIOError as error:
-        raise PeerSilentError(f"nothing moved for {SILENT_S:.0f} s") from error
-    except OSError as error:
-        raise PeerGoneError(str(error)) from error
-
-
-def _advance(left: list[memoryview], moved: int) -> None:
-    """Take the first ``moved`` bytes from the views, of which the next one is the last."""
-    while left and moved >= left[-1].nbytes:
-        moved -= left.pop().nbytes
-    if moved:
-        left[-1] = left[-1][moved:]
+def _move(
+    call: Callable[[list[memoryview]], int], views: Sequence[memoryview], deadline: float
+) -> None:
+    """Have a system call move all bytes of the views."""
+    # The next one is the last. Of nothing, nothing would come, as at the end.
+    left = [view for view in views if view.nbytes][::-1]
+    while left:
+        if time.monotonic() > deadline:
+            raise PeerGoneError("it took too long")
+        try:
+            moved = call(left[: -_VIEWS_A_CALL - 1 : -1])
+        except BlockingIOError as error:
+            raise PeerSilentError(f"nothing moved for {SILENT_S:.0f} s") from error
+        except OSError as error:
+            raise PeerGoneError(str(error)) from error
+        while left and moved >= left[-1].nbytes:
+            moved -= left.pop().nbytes
+        if moved:
+            left[-1] = left[-1][moved:]

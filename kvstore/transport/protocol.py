@@ -7,6 +7,7 @@ follow their frame as they lie in their slots, without frames of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Annotated, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -21,6 +22,8 @@ MOST_EVENTS_BYTES = 2**26
 """Of announced blocks: the keys of four million blocks."""
 FETCH_S = 10.0
 """Seconds that a fetch may take, and that its blocks stay where they are for it."""
+MESSAGE_S = 5.0
+"""Seconds for an announcement; one that says that nothing happened comes each second."""
 LONGEST_WAIT_S = 1.0
 """A holder that says nothing for two seconds counts as gone."""
 
@@ -33,14 +36,6 @@ class PeerAddress(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
-
-    @classmethod
-    def parse(cls, text: str) -> PeerAddress:
-        """The address that ``str`` writes; ``ValueError`` if it is none."""
-        host, _, port = text.rpartition(":")
-        if not host or not port.isdigit():
-            raise ValueError(f"{text!r} is not an address of the form host:port")
-        return cls(host, int(port))
 
 
 class FetchRequest(msgspec.Struct, tag=True, frozen=True):
@@ -93,29 +88,19 @@ class PeerRefusedError(Exception):
     """A peer answered that it does not carry out the request."""
 
 
-class HeldBlocks(NamedTuple):
-    """Sealed blocks that keep their slots until they are released.
-
-    The ``views`` are of their bytes one after the other, each of one slot or of several.
-    """
-
-    lease: int
-    blocks: int
-    views: Sequence[memoryview]
-
-
 class BlockSource(Protocol):
     """A store, as one connection to its peers sees it. Calls come from that connection's thread."""
 
-    def hold(self, request: FetchRequest) -> HeldBlocks:
+    def hold(
+        self, request: FetchRequest
+    ) -> AbstractContextManager[tuple[int, Sequence[memoryview]]]:
         """Keep the requested blocks that are in memory, for ``FETCH_S`` seconds at most.
+
+        Gives their number, and views of their bytes in order, each of one slot or of several.
 
         Raises:
             PeerRefusedError: the namespace's blocks have another size; or the store is away.
         """
-
-    def release(self, held: HeldBlocks) -> None:
-        """Let go of what was held."""
 
     def spoiled(self, namespace: bytes, keys: bytes) -> None:
         """Check the last block of a chain, and forget it if it is not whole."""

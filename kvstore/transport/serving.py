@@ -47,10 +47,9 @@ class PeerServer:
         self._feed = feed
         self._lock = threading.Lock()
         self._stopping = False
-        # In the order in which they came.
+        self._connections: dict[Channel, threading.Thread] = {}
+        # Those that have not said hello, in the order in which they came.
         self._strangers: dict[Channel, None] = {}
-        self._peers: set[Channel] = set()
-        self._threads: set[threading.Thread] = set()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, 0), family=family, backlog=64)
@@ -64,14 +63,14 @@ class PeerServer:
         """End all connections, and wait for their threads."""
         with self._lock:
             self._stopping = True
-            channels = [*self._strangers, *self._peers]
+            connections = dict(self._connections)
         with contextlib.suppress(OSError):  # it wakes the acceptor
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for channel in channels:
+        for channel in connections:
             channel.shut()
         self._acceptor.join(SILENT_S)
-        for thread in list(self._threads):
+        for thread in connections.values():
             thread.join(2 * SILENT_S)
 
     def _accept(self) -> None:
@@ -91,26 +90,25 @@ class PeerServer:
             self._begin(channel)
 
     def _begin(self, channel: Channel) -> None:
+        thread = threading.Thread(target=self._serve, args=(channel,), name="kv-peer", daemon=True)
         with self._lock:
-            if self._stopping or len(self._peers) >= _MOST_CONNECTIONS:
+            peers = len(self._connections) - len(self._strangers)
+            if self._stopping or peers >= _MOST_CONNECTIONS:
                 channel.close()
                 return
             if len(self._strangers) >= _MOST_STRANGERS:
                 next(iter(self._strangers)).shut()
             self._strangers[channel] = None
-            thread = threading.Thread(
-                target=self._serve, args=(channel,), name="kv-peer", daemon=True
-            )
-            self._threads.add(thread)
+            self._connections[channel] = thread
         thread.start()
 
     def _serve(self, channel: Channel) -> None:
         try:
             admit(channel, self._token)
             with self._lock:
-                self._strangers.pop(channel, None)
-                self._peers.add(channel)
-            self._answer_all(channel)
+                del self._strangers[channel]
+            with contextlib.closing(self._open_source()) as source:
+                self._answer_all(channel, source)
         except PeerGoneError as error:
             _logger.debug("a connection of another KV store ended: %s", error)
         except Exception:
@@ -118,24 +116,17 @@ class PeerServer:
         finally:
             with self._lock:
                 self._strangers.pop(channel, None)
-                self._peers.discard(channel)
-                self._threads.discard(threading.current_thread())
+                del self._connections[channel]
             channel.close()
 
-    def _answer_all(self, channel: Channel) -> None:
+    def _answer_all(self, channel: Channel, source: BlockSource) -> None:
         decoder: msgspec.msgpack.Decoder[PeerRequest] = msgspec.msgpack.Decoder(PeerRequest)
-        source: BlockSource | None = None
-        try:
-            while not self._stopping:
-                frame = channel.wait_for_frame(MOST_MESSAGE_BYTES)
-                request = decoded(decoder, frame, "a request")
-                if isinstance(request, Subscribe):
-                    return self._announce(channel, request)
-                source = source or self._open_source()
-                self._carry_out(channel, source, request)
-        finally:
-            if source is not None:
-                source.close()
+        while not self._stopping:
+            frame = channel.wait_for_frame(MOST_MESSAGE_BYTES)
+            request = decoded(decoder, frame, "a request")
+            if isinstance(request, Subscribe):
+                return self._announce(channel, request)
+            self._carry_out(channel, source, request)
 
     def _carry_out(
         self, channel: Channel, source: BlockSource, request: FetchRequest | Corrupt
@@ -150,15 +141,11 @@ class PeerServer:
         # Later its blocks may be others'.
         deadline = time.monotonic() + FETCH_S
         try:
-            held = source.hold(request)
+            with source.hold(request) as (blocks, views):
+                channel.send_message(Sending(blocks), deadline)
+                channel.send_views(views, deadline)
         except PeerRefusedError as error:
             channel.send_message(Refused(str(error)), deadline)
-            return
-        try:
-            channel.send_message(Sending(held.blocks), deadline)
-            channel.send_views(held.views, deadline)
-        finally:
-            source.release(held)
 
     def _announce(self, channel: Channel, heard: Subscribe) -> None:
         epoch, seq = heard.epoch, heard.seq

@@ -6,7 +6,8 @@ import contextlib
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from weakref import WeakSet
 
 import msgspec
 
@@ -14,7 +15,7 @@ from loomserve.kvstore.transport.channel import Channel
 from loomserve.kvstore.transport.hello import greet
 from loomserve.kvstore.transport.protocol import (
     FETCH_S,
-    MOST_EVENTS_BYTES,
+    MESSAGE_S,
     Arrived,
     EventFeed,
     FetchRequest,
@@ -34,8 +35,6 @@ from loomserve.kvstore.wire import MOST_MESSAGE_BYTES, Corrupt, Refused
 _KEPT_CONNECTIONS = 2
 """To each peer, from one fetch to the next."""
 _WINDOW_BYTES = 2**20
-_MESSAGE_S = 5.0
-"""Seconds for a message; one that says that nothing happened comes each second."""
 
 
 class TcpTransport:
@@ -48,7 +47,7 @@ class TcpTransport:
         self._token = token.encode()
         self._lock = threading.Lock()
         self._idle: defaultdict[PeerAddress, list[Channel]] = defaultdict(list)
-        self._open: set[Channel] = set()
+        self._open: WeakSet[Channel] = WeakSet()
         self._closed = False
         self._server: PeerServer | None = None
         self._answers: msgspec.msgpack.Decoder[PeerAnswer] = msgspec.msgpack.Decoder(PeerAnswer)
@@ -88,13 +87,13 @@ class TcpTransport:
                 if not arrived(came):
                     break
         except BaseException:
-            self._end(channel)
+            channel.close()
             raise
         if came == answer.blocks:
             self._keep(peer, channel)
         else:
             # The others are on their way.
-            self._end(channel)
+            channel.close()
         return came
 
     def spoiled(self, peer: PeerAddress, report: Corrupt) -> None:
@@ -102,15 +101,18 @@ class TcpTransport:
         with contextlib.suppress(PeerGoneError), contextlib.closing(self.follow(peer, report)):
             pass
 
-    def follow(self, peer: PeerAddress, request: Subscribe | Corrupt) -> EventStream:
-        """Hear what a peer announces; ``PeerGoneError`` if it cannot be reached."""
+    def follow(self, peer: PeerAddress, request: Subscribe | Corrupt) -> Channel:
+        """Hear what a peer announces; ``PeerGoneError`` if it cannot be reached.
+
+        Each second a frame comes; an empty one says that nothing happened.
+        """
         channel = self._connect(peer)
         try:
-            channel.send_message(request, time.monotonic() + _MESSAGE_S)
+            channel.send_message(request, time.monotonic() + MESSAGE_S)
         except PeerGoneError:
-            self._end(channel)
+            channel.close()
             raise
-        return EventStream(channel, self._end)
+        return channel
 
     def close(self) -> None:
         """End all connections. Calls under way raise :class:`PeerGoneError`."""
@@ -147,7 +149,7 @@ class TcpTransport:
             frame = channel.receive_frame(MOST_MESSAGE_BYTES, deadline)
             return decoded(self._answers, frame, "an answer")
         except PeerGoneError:
-            self._end(channel)
+            channel.close()
             raise
 
     def _connect(self, peer: PeerAddress) -> Channel:
@@ -160,7 +162,7 @@ class TcpTransport:
         try:
             greet(channel, self._token)
         except PeerGoneError as error:
-            self._end(channel)
+            channel.close()
             raise PeerGoneError(f"the KV store at {peer} says no hello: {error}") from error
         return channel
 
@@ -174,38 +176,14 @@ class TcpTransport:
             if not self._closed and len(self._idle[peer]) < _KEPT_CONNECTIONS:
                 self._idle[peer].append(channel)
                 return
-        self._end(channel)
+        channel.close()
 
     def forget(self, peer: PeerAddress) -> None:
         """End the connections that are kept to a peer which is no longer one."""
         with self._lock:
             kept = self._idle.pop(peer, [])
         for channel in kept:
-            self._end(channel)
-
-    def _end(self, channel: Channel) -> None:
-        with self._lock:
-            self._open.discard(channel)
-        channel.close()
-
-
-class EventStream:
-    """Announcements of one peer, as they come."""
-
-    def __init__(self, channel: Channel, end: Callable[[Channel], None]) -> None:
-        self._channel = channel
-        self._end = end
-
-    def next(self) -> bytes:
-        """The next message; ``PeerGoneError`` if it ended, or nothing came for too long."""
-        return self._channel.receive_frame(MOST_EVENTS_BYTES, time.monotonic() + _MESSAGE_S)
-
-    def shut(self) -> None:
-        """End it, also while another thread waits for a message."""
-        self._channel.shut()
-
-    def close(self) -> None:
-        self._end(self._channel)
+            channel.close()
 
 
 def _received(
@@ -213,21 +191,16 @@ def _received(
 ) -> Iterator[int]:
     """How many blocks have been received, each time that some have: soon enough that their bytes
     are in the processor's cache still."""
-    left = list(into)[::-1]
-    some = max(1, _WINDOW_BYTES // slot_bytes)
-    for first in range(0, blocks, some):
-        last = min(first + some, blocks)
-        channel.receive_into(_take_bytes(left, (last - first) * slot_bytes), deadline)
-        yield last
-
-
-def _take_bytes(left: list[memoryview], size: int) -> list[memoryview]:
-    """Take views of the next ``size`` bytes from those that are left, of which the last is next."""
-    taken: list[memoryview] = []
-    while size:
-        view = left.pop()
-        taken.append(view[:size])
-        if view.nbytes > size:
-            left.append(view[size:])
-        size -= taken[-1].nbytes
-    return taken
+    most = max(1, _WINDOW_BYTES // slot_bytes)
+    came = 0
+    window: list[memoryview] = []
+    for view in into:
+        while view and came < blocks:
+            some = min(most - came % most, view.nbytes // slot_bytes, blocks - came)
+            window.append(view[: some * slot_bytes])
+            view = view[some * slot_bytes :]
+            came += some
+            if came % most == 0 or came == blocks:
+                channel.receive_into(window, deadline)
+                window.clear()
+                yield came

@@ -42,7 +42,7 @@ class Loader(TransferThread):
         self._step = LoadStep(self._events(), self._stream.mark())
         self._thread.submit(self._run, loads, self._step)
         if any(load.ahead for load in loads):
-            self._wait(self._step.ahead)
+            self._step.ahead.wait()
 
     def fetch(self, load: Load) -> Future[set[int]]:
         """Fill blocks that no step uses yet; the result is the blocks that hold wrong bytes."""
@@ -50,7 +50,7 @@ class Loader(TransferThread):
 
     def wait_layer(self, layer: int) -> None:
         if self._step is not None:
-            self._wait(self._step.loaded[layer])
+            self._step.loaded[layer].wait()
 
     def wait(self) -> None:
         """Wait for all layers, before a forward pass beside which nothing may be copied."""
@@ -61,7 +61,7 @@ class Loader(TransferThread):
         step, self._step = self._step, None
         if step is None:
             return set()
-        self._wait(step.loaded[-1])
+        step.loaded[-1].wait()
         return step.failed
 
     def _run(self, loads: Sequence[Load], step: LoadStep) -> set[int]:
@@ -101,7 +101,7 @@ class Loader(TransferThread):
             self._stream.settle()
             for run in runs:
                 failed += self._wrong(layer, run)
-        self.time.add(layer_bytes(layer, copies), time.perf_counter() - begin)
+        self._count(layer_bytes(layer, copies), time.perf_counter() - begin)
         return failed
 
     def _wrong(self, layer: int, run: BlockRun) -> Iterator[int]:

@@ -14,6 +14,7 @@ from loomserve.kvstore.engine.transfers.transfer import (
     NOT_HELD,
     BlockRun,
     Save,
+    Saved,
     TransferThread,
     layer_bytes,
 )
@@ -85,6 +86,7 @@ class Saver(TransferThread):
         # Chains of which the store has lost blocks that were saved before, by their first keys.
         self._lost: set[bytes] = set()
         self._refused: set[str] = set()
+        self.saved = Saved()
 
     @property
     def running(self) -> bool:
@@ -147,7 +149,7 @@ class Saver(TransferThread):
         step.sound = sound and all(event.is_set() for event in step.computed)
         for event in step.computed:
             event.set()
-        self._wait(step.copied)
+        step.copied.wait()
         step.judged.set()
 
     def close(self) -> None:
@@ -183,7 +185,8 @@ class Saver(TransferThread):
             commit = Commit(writer, save.recompute_s, save.keep_s, save.outdated)
             self._store.tell(commit if kept else Abandon(writer))
         blocks = sum(len(run.seeds) for runs in copies for run in runs)
-        self.time.add_saved(blocks, time.thread_time() - begin)
+        core_s = self.saved.core_s + time.thread_time() - begin
+        self.saved = Saved(self.saved.blocks + blocks, core_s)
 
     def _reserve(
         self, saves: Sequence[Save], writers: list[tuple[int, Save]]
@@ -251,7 +254,7 @@ class Saver(TransferThread):
             for first in range(0, len(layers), most):
                 whole = self._save_together(layers[first : first + most], runs, step) and whole
         copied = len(layers) * layer_bytes(0, copies)
-        self.time.add(copied, time.perf_counter() - begin)
+        self._count(copied, time.perf_counter() - begin)
         return whole
 
     def _save_together(self, layers: range, runs: Sequence[BlockRun], step: SaveStep) -> bool:

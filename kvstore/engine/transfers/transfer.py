@@ -11,10 +11,9 @@ main thread waits only for the event of one layer, or at the end of a step for t
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -79,37 +78,13 @@ class Copied(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Blocks saved since the start, and what they cost the thread that saves: seconds of a core."""
+    """Blocks saved since the start, and what they cost the thread that saves: seconds of a core.
+
+    To ask the store is a part of that.
+    """
 
     blocks: int = 0
     core_s: float = 0.0
-
-
-@dataclass
-class TransferTime:
-    """Copies of a transfer thread since the start; the forward pass waited ``waited_s`` for them.
-
-    ``copied`` is one object because the engine's thread reads it while the transfer thread copies:
-    bytes without their seconds would be a transfer that took no time.
-    """
-
-    copied: Copied = field(default_factory=Copied)
-    waited_s: float = 0.0
-    saved: Saved = field(default_factory=Saved)
-
-    def add(self, size: int, busy_s: float) -> None:
-        """Count a copy; for the transfer thread alone."""
-        self.copied = Copied(self.copied.size + size, self.copied.busy_s + busy_s)
-
-    def add_saved(self, blocks: int, core_s: float) -> None:
-        """Count a step's saves, asking the store included; for the transfer thread alone."""
-        self.saved = Saved(self.saved.blocks + blocks, self.saved.core_s + core_s)
-
-    @property
-    def hidden_share(self) -> float:
-        """Share of the transfers' time that was beside computation, in [0, 1]."""
-        busy_s = self.copied.busy_s
-        return 1.0 - min(1.0, self.waited_s / busy_s) if busy_s else 1.0
 
 
 @dataclass(frozen=True)
@@ -143,16 +118,15 @@ class TransferThread:
         self._store = store
         # One thread, so that the store is asked in the order of the steps.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=type(self).__name__)
-        self.time = TransferTime()
+        # Replaced as a whole, for the engine's thread reads it while this thread copies: bytes
+        # without their seconds would be a transfer that took no time.
+        self.copied = Copied()
 
     def _events(self) -> list[threading.Event]:
         return [threading.Event() for _ in range(self.memory.layers)]
 
-    def _wait(self, event: threading.Event) -> None:
-        if not event.is_set():
-            begin = time.perf_counter()
-            event.wait()
-            self.time.waited_s += time.perf_counter() - begin
+    def _count(self, size: int, busy_s: float) -> None:
+        self.copied = Copied(self.copied.size + size, self.copied.busy_s + busy_s)
 
     @property
     def _most_blocks(self) -> int:

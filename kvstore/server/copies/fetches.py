@@ -13,8 +13,7 @@ from loomserve.kvstore.server.copies.copy_queue import CopyQueue
 from loomserve.kvstore.server.grants import Reservation
 from loomserve.kvstore.server.memory_tier import MemoryTier
 from loomserve.kvstore.server.protocol import Lookup
-from loomserve.kvstore.storage.arena import ArenaOwner
-from loomserve.kvstore.storage.checksum import BlockLayout, seed
+from loomserve.kvstore.storage.checksum import seed
 from loomserve.kvstore.transport.protocol import LONGEST_WAIT_S, FetchRequest
 from loomserve.platform.state.kvstore import KvNetworkState, KvPeerState
 
@@ -34,29 +33,6 @@ class Coming(NamedTuple):
 
 
 NOTHING_COMES = Coming(0, 0.0)
-
-
-class _Arrivals:
-    """Checks blocks as they arrive in reserved slots, and counts those that are whole."""
-
-    def __init__(self, arena: ArenaOwner, layout: BlockLayout, reservation: Reservation) -> None:
-        self._arena = arena
-        self._layout = layout
-        self._namespace = reservation.namespace
-        self._slots = reservation.slots
-        self._keys = reservation.block_keys()
-        self.whole = 0
-        self.spoiled = False
-        """Whether the block that follows those is not whole."""
-
-    def __call__(self, came: int) -> bool:
-        while self.whole < came and not self.spoiled:
-            view = self._arena.view(self._slots[self.whole], self._layout.slot_bytes)
-            if self._layout.check(view, seed(self._namespace, self._keys[self.whole])):
-                self.whole += 1
-            else:
-                self.spoiled = True
-        return not self.spoiled
 
 
 class Fetches:
@@ -147,14 +123,22 @@ class Fetches:
         layout = self._memory.spaces[namespace].layout
         keys = reservation.keys[: (reservation.first + len(reservation.slots)) * KEY_BYTES]
         request = FetchRequest(namespace, keys, reservation.first, layout.slot_bytes, wait_s)
-        arena = self._memory.arena
-        arrivals = _Arrivals(arena, layout, reservation)
-        into = arena.runs(reservation.slots, layout.slot_bytes)
-        self._network.fetch(node, request, into, arrivals)
-        if arrivals.spoiled:
-            chain = request.keys[: (request.first + arrivals.whole + 1) * KEY_BYTES]
+        arena, slots, block_keys = self._memory.arena, reservation.slots, reservation.block_keys()
+        whole, spoiled = 0, False
+
+        def check(came: int) -> bool:
+            nonlocal whole, spoiled
+            while whole < came and not spoiled:
+                view = arena.view(slots[whole], layout.slot_bytes)
+                spoiled = not layout.check(view, seed(namespace, block_keys[whole]))
+                whole += not spoiled
+            return not spoiled
+
+        self._network.fetch(node, request, arena.runs(slots, layout.slot_bytes), check)
+        if spoiled:
+            chain = request.keys[: (request.first + whole + 1) * KEY_BYTES]
             self._network.spoiled(node, namespace, chain)
-        return arrivals.whole
+        return whole
 
     def _ended(self, reservation: Reservation, whole: int, now: float) -> None:
         namespace = reservation.namespace

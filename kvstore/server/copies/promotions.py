@@ -86,14 +86,12 @@ class Promotions:
             size = whole * self._memory.spaces.slot_bytes(namespace)
             bytes_per_s = size / max(now - began_at, _SHORTEST_READ_S)
             self._bytes_per_s += _SMOOTHING * (bytes_per_s - self._bytes_per_s)
-        if whole < len(reservation.slots):
-            self._forget(reservation, reservation.first + whole, locations[whole])
-
-    def _forget(self, reservation: Reservation, position: int, location: int) -> None:
-        """Drop the location of a block that was not whole there."""
-        index = self._memory.index
+        if whole == len(reservation.slots):
+            return
+        # The first block that was not whole there. If it has another location by now, or none, its
+        # segment was dropped meanwhile.
+        index, position = self._memory.index, reservation.first + whole
         chain = reservation.keys[: (position + 1) * KEY_BYTES]
-        # If the block has another location by now, or none, its segment was dropped meanwhile.
-        if index.locations(reservation.namespace, chain, position) == [location]:
+        if index.locations(namespace, chain, position) == [locations[whole]]:
             self.corrupt_blocks += 1
-        index.drop_ssd([location])
+        index.drop_ssd([locations[whole]])

@@ -73,14 +73,8 @@ class WriteBehind:
         """Begin a batch, if none is under way, while memory fills."""
         arena = self._memory.arena
         filling = arena.used_bytes > _ABOVE * arena.capacity_bytes
-        if filling and self._batch is None and now >= self._not_before:
-            self._begin(now)
-
-    def close(self) -> None:
-        """Wait for the batch that has begun."""
-        self._thread.shutdown(cancel_futures=True)
-
-    def _begin(self, now: float) -> None:
+        if not filling or self._batch is not None or now < self._not_before:
+            return
         mirror = max(self._held, self._ssd.used_bytes) // 2 if self._held else sys.maxsize
         order = self._memory.index.order(None, now)
         found = demotions(order, _BATCH_BLOCKS, mirror, self._record_bytes)
@@ -97,6 +91,10 @@ class WriteBehind:
             for namespace, keys, *_ in found
         ]
         self._batch = _Batch(found, leases, self._thread.submit(self._write, found))
+
+    def close(self) -> None:
+        """Wait for the batch that has begun."""
+        self._thread.shutdown(cancel_futures=True)
 
     def _write(self, found: Sequence[Demotion]) -> _Written:
         locations: list[list[int]] = []

@@ -43,8 +43,7 @@ class Worker(StoreConnectorWorker):
         self.register({name: self.caches[layer] for layer, name in enumerate(NAMES)})
 
     def settled(self, store: Store) -> None:
-        *_, saver = self.threads
-        saved(saver, store)
+        saved(self._saver, store)
 
     def compute(self, values: torch.Tensor, saves: Sequence[Any], layers: int = LAYERS) -> None:
         """A forward pass with calls around each layer."""

@@ -19,7 +19,7 @@ from loomserve.kvstore.engine.transfers import saver
 from loomserve.kvstore.engine.transfers.loader import Loader
 from loomserve.kvstore.engine.transfers.memory import BlockPieces, HostStream, KvMemory
 from loomserve.kvstore.engine.transfers.saver import Saver
-from loomserve.kvstore.engine.transfers.transfer import Copied, Load, Save, TransferTime
+from loomserve.kvstore.engine.transfers.transfer import Copied, Load, Save
 from loomserve.kvstore.index.eviction import lru
 from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.index.radix import KEY_BYTES
@@ -279,7 +279,7 @@ def test_only_what_the_store_lacks_is_copied(store: Store, engines: tuple[Engine
     one.save([save_of("a", [0, 1, 2, 3, 4])])
     store.settled()
     assert store.found(chain("a", 5)) == 5
-    assert one.saver.time.copied.size == 5 * LAYERS * LAYER_BYTES
+    assert one.saver.copied.size == 5 * LAYERS * LAYER_BYTES
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -484,22 +484,16 @@ def test_a_full_store_keeps_what_it_can(tmp_path: Path) -> None:
     store.server.stop()
 
 
-def test_transfers_beside_computation_count_as_hidden(
+def test_all_layers_load_though_the_forward_pass_waits_for_none(
     store: Store, engines: tuple[Engine, Engine]
 ) -> None:
     one, other = engines
     one.save([save_of("a", list(range(BLOCKS)))])
     store.settled()
-    load = store.load(chain("a", BLOCKS), list(range(BLOCKS)))
-    other.loader.start([load])
-    for layer in range(LAYERS):
-        time.sleep(0.05)
-        other.loader.wait_layer(layer)
-    other.loader.finish()
-    assert other.loader.time.waited_s == 0
-    assert other.loader.time.copied.busy_s > 0
-    assert other.loader.time.hidden_share == 1
-    assert other.loader.time.copied.size == BLOCKS * LAYERS * LAYER_BYTES
+    other.loader.start([store.load(chain("a", BLOCKS), list(range(BLOCKS)))])
+    until(lambda: other.loader.copied.size == BLOCKS * LAYERS * LAYER_BYTES)
+    assert other.loader.copied.busy_s > 0
+    assert other.loader.finish() == set()
 
 
 class Onlooker(HostStream):
@@ -511,7 +505,7 @@ class Onlooker(HostStream):
 
     def settle(self) -> None:
         if self.thread is not None:
-            self.seen.append(self.thread.time.copied)
+            self.seen.append(self.thread.copied)
 
 
 @pytest.mark.parametrize(
@@ -564,15 +558,6 @@ def test_bytes_are_never_told_without_the_seconds_that_they_took(
     engine.close()
 
 
-@pytest.mark.parametrize(
-    ("busy_s", "waited_s", "share"), [(0, 0, 1), (2, 0, 1), (2, 0.5, 0.75), (2, 2, 0), (2, 5, 0)]
-)
-def test_the_hidden_share_is_what_the_forward_pass_did_not_wait_for(
-    busy_s: float, waited_s: float, share: float
-) -> None:
-    assert TransferTime(Copied(1, busy_s), waited_s).hidden_share == share
-
-
 # The engine's memory.
 
 
@@ -581,14 +566,14 @@ def test_what_saving_costs_is_counted_with_its_blocks(
 ) -> None:
     one, _ = engines
     one.save([save_of("a", [0, 1]), save_of("b", [2, 3, 4])])
-    until(lambda: one.saver.time.saved.blocks == 5)
-    first = one.saver.time.saved
+    until(lambda: one.saver.saved.blocks == 5)
+    first = one.saver.saved
     assert 0 < first.core_s < 1
     # To ask a store that has them all costs something, too.
     one.save([save_of("a", [0, 1])])
-    until(lambda: one.saver.time.saved != first)
-    assert one.saver.time.saved.blocks == 5
-    assert one.saver.time.saved.core_s > first.core_s
+    until(lambda: one.saver.saved != first)
+    assert one.saver.saved.blocks == 5
+    assert one.saver.saved.core_s > first.core_s
 
 
 def test_blocks_whose_dimensions_are_permuted_move_whole() -> None:
