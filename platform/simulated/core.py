@@ -58,13 +58,13 @@ class SimulatedCore:
         self._departures = Departures()
         self._network = NetworkSockets(start.host)
         self._inputs: Queue[Callable[[], None]] = Queue()
-        self._outputs: WakingQueue[Any] = WakingQueue()
+        self.output_queue: WakingQueue = WakingQueue()
         self._steps, self._computed_s = 0, 0.0
         self.faults = Faults(given.faults, f"{given.seed} {start.device}", self.between_steps)
         self.adapters: dict[int, Mapping[str, Any]] = {}
         self._ended = False
         self._bound = threading.Barrier(3)
-        sender = OutputSender(self._outputs, self._front_ends, self)
+        sender = OutputSender(self.output_queue, self._front_ends, self)
         also = partial(self._is_bound, "output")
         send = partial(sender.run, start.address.output, start.queued, also)
         self._sending = self._thread("outputs", send)
@@ -103,7 +103,7 @@ class SimulatedCore:
             if seconds is not None:
                 self._computed_s += due - began
                 self._end_step()
-        self._outputs.put(DEAD)
+        self.output_queue.put(DEAD)
         self._sending.join()
 
     def _end_step(self) -> None:
@@ -115,7 +115,7 @@ class SimulatedCore:
         self.meter.step(outputs, now)
         self.loads.measured(self._steps, *self._engine.load)
         for item in outputs.items():
-            self._outputs.put(item)
+            self.output_queue.put(item)
 
     def _work(self, *, wait: bool) -> None:
         """Do what has been asked for meanwhile; ``wait``: until there is something."""
@@ -173,7 +173,7 @@ class SimulatedCore:
             _logger.warning("request %s ends: %s", request.request_id, error)
             self.loads.refused(index)
             refused = wire.Output(request.request_id, [], finish_reason=wire.FinishReason.ERROR)
-            self._outputs.put((index, wire.Outputs(outputs=[refused])))
+            self.output_queue.put((index, wire.Outputs(outputs=[refused])))
             return
         self.meter.arrived(one, now)
         self.loads.took(index)
@@ -192,7 +192,7 @@ class SimulatedCore:
         except Exception as error:
             why = f"Call to {method} method failed: {error}"
             answer = wire.UtilityAnswer(call_id, failure_message=why)
-        self._outputs.put((index, wire.Outputs(utility_output=answer)))
+        self.output_queue.put((index, wire.Outputs(utility_output=answer)))
 
     def reset_prefix_cache(self, *_: Any) -> bool:
         self._engine.reset_prefix_cache()
@@ -208,6 +208,7 @@ class SimulatedCore:
         return msgspec.msgpack.encode([self._steps, running, waiting, self._computed_s])
 
     def encode(self, outputs: wire.Outputs) -> Sequence[Any]:
+        self.faults.send()
         return wire.frames_of(outputs)
 
     def gone(self, index: int) -> None:
@@ -258,7 +259,7 @@ class SimulatedCore:
         for request_id in chosen:
             asked = wire.Output(request_id, [], kv_transfer_params={MOVE_TO: to})
             index = self._engine.requests[request_id].front_end
-            self._outputs.put((index, wire.Outputs(outputs=[asked])))
+            self.output_queue.put((index, wire.Outputs(outputs=[asked])))
         return len(chosen)
 
     def moved(self) -> tuple[int, int]:
@@ -299,6 +300,7 @@ def called(core: SimulatedCore, method: str, args: Sequence[Any]) -> Any:
         "reset_encoder_cache": lambda: None,
         "hang": core.faults.hang,
         "slow_down": core.faults.slow_down,
+        "slow_outputs": core.faults.slow_outputs,
         "die": core.faults.die,
     }
     if method not in calls:

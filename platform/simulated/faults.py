@@ -52,6 +52,7 @@ class Faults:
         """
         self._between_steps = between_steps
         self._factor, self._slow_until = 1.0, 0.0
+        self._sending_s = 0.0
         self._planned = [
             _Planned(fault, times := moments(fault, f"{seed} {at}"), next(times))
             for at, fault in enumerate(faults)
@@ -104,6 +105,14 @@ class Faults:
         """Have each step take so many times as long; None: for good."""
         self._factor = factor
         self._slow_until = math.inf if seconds is None else time.monotonic() + seconds
+
+    def slow_outputs(self, seconds: float | None = None) -> None:
+        """Have each message of outputs take so long to send, while steps go on; None: for good."""
+        self._sending_s = _FOR_GOOD_S if seconds is None else seconds
+
+    def send(self) -> None:
+        """Called by the thread that sends, for each message of outputs."""
+        time.sleep(self._sending_s)
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from loomserve.platform.base.descriptors import raise_limit
 from loomserve.platform.devices.shortage import prefer_for_killing
 from loomserve.platform.engine.core.messages import ERRORS, HEAD, EngineFacts, EngineStart
+from loomserve.platform.engine.core.output_sender import WakingQueue
 
 _logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class ControlledCore(Protocol):
     """The engine as its replica's calls see it."""
 
     meter: Any
+    output_queue: WakingQueue
 
     def between_steps(self, work: Any) -> None: ...
 
@@ -67,7 +69,7 @@ _BETWEEN_STEPS: Mapping[str, Callable[..., Any]] = {
     "move_requests": lambda core, to, most: core.move_requests(to, most),
     "set_adapters": lambda core, wanted: core.set_adapters(wanted),
     "sleep": lambda core, level: core.fall_asleep(level),
-    "turn": lambda core: None,
+    "turn": lambda core: core.output_queue.turn(),
     "wake_up": lambda core: core.wake(),
 }
 

@@ -166,9 +166,14 @@ class EngineHost:
     async def wake(self, *, timeout_s: float) -> None:
         await self.call("wake_up", timeout_s=timeout_s)
 
-    async def turn(self) -> None:
-        """Return once the engine is between two steps, or idle."""
-        await self.call("turn", timeout_s=None)
+    async def turn(self) -> int:
+        """Return once the engine is between two steps, or idle.
+
+        Returns what its thread that sends outputs has done so far, which is more at each call
+        unless that hangs.
+        """
+        done: int = await self.call("turn", timeout_s=None)
+        return done
 
     async def stats(self, timeout_s: float) -> ReplicaLoad:
         """The engine's load as of its last step, even while a step takes long."""

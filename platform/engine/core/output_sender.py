@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, Queue
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import zmq
 
@@ -31,29 +31,44 @@ _AWAY_S = 1.0
 _PROBE_AFTER_S = 5.0
 # How long the word of the engine's end may take to leave.
 _LINGER_MS = 1000
+# Of the queue: nothing to send, but the reader has come by.
+_TURN = b"turn"
 
-T = TypeVar("T")
 AlsoBound = Callable[[zmq.Context[Any], zmq.Socket[bytes]], AbstractContextManager[None]]
 
 
-class WakingQueue(Queue[T]):
+class WakingQueue(Queue[Any]):
     """Queue with a file descriptor, ``wakeup``, that can be read from after each ``put``."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.done = 0
+        """Items that its reader has done with."""
         self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def put(self, item: T, block: bool = True, timeout: float | None = None) -> None:
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         super().put(item, block, timeout)
         os.eventfd_write(self.wakeup, 1)
 
-    def take_all(self) -> Iterator[T]:
+    def turn(self) -> int:
+        """Have the reader come by, if it can; returns ``done``.
+
+        So a reader that lives has done with more by the next call.
+        """
+        done = self.done
+        self.put(_TURN)
+        return done
+
+    def take_all(self) -> Iterator[Any]:
         """Yield what is in the queue, and what comes meanwhile."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.wakeup)
         with suppress(Empty):
             while True:
-                yield self.get_nowait()
+                item = self.get_nowait()
+                if item != _TURN:
+                    yield item
+                self.done += 1
 
 
 class SenderEvents(Protocol):
@@ -95,7 +110,7 @@ class OutputSender:
 
     def __init__(
         self,
-        queue: WakingQueue[Any],
+        queue: WakingQueue,
         front_ends: FrontEnds,
         events: SenderEvents,
         clock: Callable[[], float] = time.monotonic,

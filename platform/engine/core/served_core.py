@@ -75,7 +75,7 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
     @contextmanager
     def _perform_handshakes(self, *_: Any, **__: Any) -> Iterator[EngineZmqAddresses]:
         # As vLLM's own Ray actors do: the addresses are known. Nothing is in the queue yet.
-        self.output_queue: WakingQueue[Any] = WakingQueue()
+        self.output_queue: WakingQueue = WakingQueue()
         address = self._start.address
         yield EngineZmqAddresses(inputs=[address.input], outputs=[address.output])
 

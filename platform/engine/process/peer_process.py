@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from loomserve.platform.engine.process.attentive_clock import AttentiveClock, PeerClock, Work
-from loomserve.platform.engine.process.policy.silence import wedged
+from loomserve.platform.engine.process.policy.silence import sends_nothing, wedged
 
 _LOCAL = "ipc://"
 _CREDENTIALS = struct.Struct("iII")
@@ -165,14 +165,15 @@ def _with_descendants(pid: int) -> Iterator[int]:
 
 
 async def until_wedged(
-    pid: int, turn: Callable[[], Coroutine[Any, Any, object]], *, limit_s: float, look_s: float
+    pid: int, turn: Callable[[], Coroutine[Any, Any, int]], *, limit_s: float, look_s: float
 ) -> str:
     """Ask an engine for a turn again and again; returns why it has to be ended, once it has.
 
-    ``turn`` returns once the engine's loop has come by, between two steps; what it raises is
-    raised. ``limit_s`` are seconds of standing still that count, ``look_s`` those between two
-    looks.
+    ``turn`` returns once the engine's loop has come by, between two steps, with how much its
+    thread that sends outputs has done, which is more at each turn; what it raises is raised.
+    ``limit_s`` are seconds of standing still that count, ``look_s`` those between two looks.
     """
+    sent, unsent_turns = -1, 0
     while True:
         asked = asyncio.ensure_future(turn())
         try:
@@ -182,14 +183,17 @@ async def until_wedged(
                     if (why := await _wedged(pid, asked, limit_s, look_s)) is not None:
                         return why
             if asked.done():
-                asked.result()
+                before, sent = sent, asked.result()
+                unsent_turns = unsent_turns + 1 if sent == before else 0
+                if (why := sends_nothing(unsent_turns)) is not None:
+                    return why
         finally:
             asked.cancel()
         await asyncio.sleep(look_s)
 
 
 async def _wedged(
-    pid: int, asked: asyncio.Future[object], limit_s: float, look_s: float
+    pid: int, asked: asyncio.Future[int], limit_s: float, look_s: float
 ) -> str | None:
     """None: it has taken its turn."""
     # What this process does not see while it has no core itself does not count.

@@ -1,9 +1,12 @@
-"""What seconds of silence count against an engine's process, and when it has to be ended."""
+"""What counts against an engine's process that is silent, and when it has to be ended."""
 
 from __future__ import annotations
 
 WEDGED_S = 120.0
 """Counted seconds after which an engine that takes no turn between steps is ended."""
+
+UNSENT_TURNS = 30
+"""Turns between steps after which an engine is ended that has sent nothing meanwhile."""
 
 # Of a second on cores, and of one in which a core or a disk is waited for.
 _COMPUTING, _WAITING = 0.1, 0.01
@@ -39,3 +42,14 @@ def wedged(
     else:
         did = "computed, or waited for a core,"
     return f"its process {did} and came to the end of no step for {lasted_s:.0f} s"
+
+
+def sends_nothing(turns: int) -> str | None:
+    """Why an engine has to be ended that took so many turns in a row and sent nothing meanwhile.
+
+    None: it need not. They are counted, not timed: on a busy machine its loop waits for a core as
+    its thread that sends outputs does. ``turns`` begin anew when that has sent something.
+    """
+    if turns < UNSENT_TURNS:
+        return None
+    return f"its steps went on, and its thread that sends outputs sent none in {turns} turns"

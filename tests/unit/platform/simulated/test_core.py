@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +276,34 @@ async def test_it_hangs_slows_down_and_dies_when_it_is_told() -> None:
     async with running() as (host, front_end):
         await front_end.send(wire.UTILITY, (0, 8, "die", ()))
         assert "SIGKILL" in await host.ended()
+
+
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """Neighbours that take all cores there are."""
+    spin = [sys.executable, "-c", "while True: pass"]
+    with ExitStack() as ended:
+        for _ in range(os.cpu_count() or 1):
+            ended.callback(subprocess.Popen(spin).kill)
+        yield
+
+
+@in_a_loop
+async def test_one_that_sends_slowly_beside_busy_neighbours_is_not_ended() -> None:
+    async def tell(why: str) -> None:
+        raise AssertionError(why)
+
+    async with running() as (host, front_end):
+        # Its steps make hundreds of messages meanwhile.
+        await front_end.call("slow_outputs", 0.2)
+        await front_end.add("r", 4000)
+        watch = asyncio.create_task(host.end_if_wedged(tell, look_s=0.02))
+        with busy_cores():
+            sent = [await front_end.outputs() for _ in range(15)]
+        assert len(sent) == 15
+        assert not watch.done()
+        assert host.alive
+        watch.cancel()
 
 
 @in_a_loop

@@ -12,6 +12,7 @@ from typing import Any
 
 from loomserve.platform.engine.core.control import ControlLink
 from loomserve.platform.engine.core.messages import EngineFacts
+from loomserve.platform.engine.core.output_sender import WakingQueue
 from loomserve.platform.state import ReplicaLoad
 
 
@@ -25,7 +26,16 @@ class Meter:
         return "oldest 2\n"
 
 
+class Outputs(WakingQueue):
+    """As if a thread read it."""
+
+    def turn(self) -> int:
+        self.done += 1
+        return self.done
+
+
 class FakeCore:
+    output_queue = Outputs()
     meter = Meter()
     asked = looks = level = 0
 

@@ -28,7 +28,7 @@ class Engine:
     """What the sender tells, and a thread that runs it."""
 
     def __init__(self, address: str, silence_s: float) -> None:
-        self.queue: WakingQueue[Any] = WakingQueue()
+        self.queue: WakingQueue = WakingQueue()
         self.front_ends = FrontEnds(silence_s)
         self.loads = LoadBook()
         self.left: list[int] = []
@@ -271,8 +271,32 @@ def test_who_does_not_read_is_let_go_and_stops_nobody(
     assert engine.unwanted_outputs
 
 
+def test_a_sender_that_lives_has_done_more_at_each_turn_and_one_that_hangs_has_not(
+    engine: Engine, context: zmq.Context[Any], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not it has front ends, and outputs for them."""
+    for _ in range(3):
+        done = engine.queue.turn()
+        until(lambda done=done: engine.queue.done > done)
+    client, goes_on = Client(context, address, b"one"), threading.Event()
+    client.hello()
+
+    def hangs(outputs: Any) -> Sequence[Any]:
+        goes_on.wait(PATIENCE_S)
+        return [outputs]
+
+    monkeypatch.setattr(engine, "encode", hangs)
+    engine.queue.put((engine.index(b"one"), b"token"))
+    until(engine.queue.empty)
+    assert len({engine.queue.turn() for _ in range(5)}) == 1
+    goes_on.set()
+    done = engine.queue.turn()
+    until(lambda: engine.queue.done > done)
+    assert client.receive() == [b"token"]
+
+
 def test_a_queue_wakes_its_reader_after_each_put() -> None:
-    queue: WakingQueue[int] = WakingQueue()
+    queue: WakingQueue = WakingQueue()
     poller = zmq.Poller()
     poller.register(queue.wakeup, zmq.POLLIN)
     assert not poller.poll(0)

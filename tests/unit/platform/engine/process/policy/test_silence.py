@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.platform.engine.process.policy.silence import WEDGED_S, counted_against, wedged
+from loomserve.platform.engine.process.policy.silence import (
+    UNSENT_TURNS,
+    WEDGED_S,
+    counted_against,
+    sends_nothing,
+    wedged,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +62,9 @@ def test_why_it_is_ended_says_what_it_did(lasted_s: float, stopped: bool, told: 
     said = wedged(lasted_s, 121.0, stopped=stopped)
     assert said is not None
     assert said.startswith(told)
+
+
+def test_an_engine_whose_steps_go_on_is_ended_by_turns_in_which_it_sent_nothing() -> None:
+    assert sends_nothing(UNSENT_TURNS - 1) is None
+    said = sends_nothing(UNSENT_TURNS)
+    assert said == "its steps went on, and its thread that sends outputs sent none in 30 turns"
