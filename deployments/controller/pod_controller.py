@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from loomserve.deployments.kvstore.kv_store import store_plan
 from loomserve.deployments.kvstore.node_stores import start_node_stores
 from loomserve.deployments.planning import plan
 from loomserve.deployments.ray_node import living_nodes, wishes_folder
+from loomserve.platform.base.errors import LoomserveError
 from loomserve.platform.base.files import replace_private
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.config import Config, Model
@@ -49,10 +52,11 @@ class PodController(Controller):
         replicas: dict[str, int] = {}
         if first:
             await asyncio.to_thread(await_nodes, checked.nodes)
-            replicas = await asyncio.to_thread(plan, checked, Path(base), _log.warning)
-            if kept is not None:
-                stores = kept.model_copy(update={"nodes": checked.nodes})
-                await asyncio.to_thread(start_node_stores, stores, internal_token)
+            with _told_without_traceback():
+                replicas = await asyncio.to_thread(plan, checked, Path(base), _log.warning)
+                if kept is not None:
+                    stores = kept.model_copy(update={"nodes": checked.nodes})
+                    await asyncio.to_thread(start_node_stores, stores, internal_token)
         await super().__init__(
             config,
             replicas,
@@ -99,6 +103,21 @@ class ConfiguredModels:
 
     def write(self, models: Collection[Model]) -> None:
         replace_private(self._path, _MODELS.dump_json(list(models)).decode())
+
+
+@contextmanager
+def _told_without_traceback() -> Iterator[None]:
+    """Have Serve's message be what is wrong, and its log say where that was found.
+
+    Serve makes the message of the traceback with which a replica's start fails, and ends its
+    process. Python leaves frames out of those that are made from here on.
+    """
+    try:
+        yield
+    except LoomserveError:
+        _log.exception("the controller cannot start")
+        sys.tracebacklimit = 0
+        raise
 
 
 def _tell_refusal(name: str, reply: Reply[Any]) -> None:

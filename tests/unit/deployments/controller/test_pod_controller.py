@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from loomserve.deployments.controller import pod_controller as module
 from loomserve.deployments.controller.pod_controller import PodController
@@ -142,20 +145,35 @@ def test_what_an_operator_unloaded_stays_unloaded_when_the_configuration_changes
     asyncio.run(scenario())
 
 
-def test_what_a_node_lacks_is_the_applications_message(
-    serve: FakeServe, planned: list[str], monkeypatch: pytest.MonkeyPatch
+def test_what_a_node_lacks_is_the_applications_message_and_the_log_says_where(
+    serve: FakeServe,
+    planned: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def refuse(*_: Any) -> dict[str, int]:
-        raise StartError("node 'one': there is no C++ compiler")
+        raise StartError("node 'one': there is no C++ compiler: install g++")
 
     monkeypatch.setattr(module, "plan", refuse)
+    monkeypatch.setattr(sys, "tracebacklimit", 1000, raising=False)
 
     async def scenario() -> None:
-        with pytest.raises(StartError, match="compiler"):
+        try:
             async with pod_controller():
                 pass
+        except StartError:
+            # As Serve's replica does, whose error Ray passes on as the deployment's message.
+            raise RuntimeError(traceback.format_exc()) from None
 
-    asyncio.run(scenario())
+    with pytest.raises(RuntimeError) as raised:
+        asyncio.run(scenario())
+    error = raised.value
+    said = "".join(traceback.format_exception(error))
+    assert str(RayTaskError("start", said, error, "replica", 1, "ip").as_instanceof_cause()) == (
+        "RuntimeError: loomserve.platform.base.errors.StartError: node 'one': there is no C++ "
+        "compiler: install g++"
+    )
+    assert "in refuse" in caplog.text
     assert not serve.apps
 
 
