@@ -62,9 +62,7 @@ def build_gateway_app(
 
 @ray.remote(num_cpus=0, max_retries=0, resources=on_state())  # type: ignore[untyped-decorator]
 def start_gateway(
-    config: dict[str, Any], internal_token: str, store: dict[str, Any] | None, node: str
+    config: Config, internal_token: str, store: StoreOptions | None, node: str
 ) -> None:
     """Hand a node's gateways to Serve, which starts them in the background."""
-    options = StoreOptions.model_validate(store) if store else None
-    app = build_gateway_app(Config.model_validate(config), internal_token, options, node)
-    start_apps({gateway_app(node): app})
+    start_apps({gateway_app(node): build_gateway_app(config, internal_token, store, node)})

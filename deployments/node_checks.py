@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import ray
@@ -38,6 +38,8 @@ from loomserve.platform.run.listening import check_listening
 _CHECK_TIMEOUT_S = 3600.0
 _LOOK_TIMEOUT_S = 60.0
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class NodeReport:
@@ -61,38 +63,20 @@ def check_nodes(config: Config, base: Path, say: Callable[[str], None]) -> dict[
     """
     _check_devices(config)
     say(f"checking nodes {', '.join(config.nodes)}")
-    asked = {
-        name: _check_node.options(resources=on_node(name)).remote(
-            config.model_dump_json(), name, str(base.resolve())
-        )
-        for name in config.nodes
-    }
-    reports: dict[str, NodeReport] = {}
-    for name, work in asked.items():
-        found: NodeReport | str = _answered(name, work, _CHECK_TIMEOUT_S)
-        if isinstance(found, str):
-            raise StartError(f"node {name!r}: {found}")
-        reports[name] = found
-    return reports
+    given = config.model_dump_json(), str(base.resolve())
+    return _told_by(config.nodes, _check_node, *given, timeout_s=_CHECK_TIMEOUT_S)
 
 
 def parts_of_nodes(config: Config) -> dict[str, MachineParts]:
     """What each node has: those that devices name, or else all that are up."""
     up = {name_in(node["Resources"]) for node in ray.nodes() if node["Alive"]}
     names = config.nodes or sorted(name for name in up if name is not None)
-    asked = {name: _parts.options(resources=on_node(name)).remote() for name in names}
-    return {name: _answered(name, work, _LOOK_TIMEOUT_S) for name, work in asked.items()}
+    return _told_by(names, _parts, timeout_s=_LOOK_TIMEOUT_S)
 
 
 def check_nodes_listening(config: Config) -> None:
     """Raise StartError if an engine listens beyond the cluster's network."""
-    asked = {
-        name: _look_at_listening.options(resources=on_node(name)).remote(config.server.ports)
-        for name in config.nodes
-    }
-    for name, work in asked.items():
-        if (problem := _answered(name, work, _LOOK_TIMEOUT_S)) is not None:
-            raise StartError(f"node {name!r}: {problem}")
+    _told_by(config.nodes, _look_at_listening, config.server.ports, timeout_s=_LOOK_TIMEOUT_S)
 
 
 def _check_devices(config: Config) -> None:
@@ -115,38 +99,52 @@ def _check_devices(config: Config) -> None:
             )
 
 
+def _told_by(
+    nodes: Iterable[str], look: Callable[..., T], *given: object, timeout_s: float
+) -> dict[str, T]:
+    """What ``look`` returns on each node, which it gets the name of, and what else is given.
+
+    Raises:
+        StartError: it has raised a LoomserveError on one of them, or that does not answer in time.
+    """
+    asked = {
+        name: _look.options(resources=on_node(name)).remote(look, name, *given) for name in nodes
+    }
+    return {name: _answered(name, work, timeout_s) for name, work in asked.items()}
+
+
 def _answered(node: str, work: ray.ObjectRef, timeout_s: float) -> Any:
     try:
-        return ray.get(work, timeout=timeout_s)
+        found, problem = ray.get(work, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError:
         raise StartError(f"node {node!r} did not answer within {timeout_s:.0f} s") from None
     except ray.exceptions.RayError as error:
         raise StartError(f"node {node!r} cannot be asked: {str(error).splitlines()[-1]}") from None
+    if problem:
+        raise StartError(f"node {node!r}: {problem}")
+    return found
 
 
 @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
-def _parts() -> MachineParts:
+def _look(look: Callable[..., object], *given: object) -> tuple[object, str]:
+    """On the node: what is found, or what is wrong in one sentence."""
+    try:
+        return look(*given), ""
+    except LoomserveError as error:
+        return None, str(error)
+
+
+def _parts(name: str) -> MachineParts:
     return parts_here()
 
 
-@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
-def _check_node(config: str, name: str, base: str) -> NodeReport | str:
-    """On the node: a report, or what is wrong in one sentence."""
-    checked = Config.model_validate(json.loads(config))
-    try:
-        return _checked(checked, name, Path(base))
-    except LoomserveError as error:
-        return str(error)
+def _check_node(name: str, config: str, base: str) -> NodeReport:
+    return _checked(Config.model_validate(json.loads(config)), name, Path(base))
 
 
-@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
-def _look_at_listening(server_ports: tuple[int, ...]) -> str | None:
-    try:
-        ours = [one for one in processes_of(own_run()) if _is_ours(one)]
-        check_listening(ours, server_ports, node_address())
-    except StartError as error:
-        return str(error)
-    return None
+def _look_at_listening(name: str, server_ports: tuple[int, ...]) -> None:
+    ours = [one for one in processes_of(own_run()) if _is_ours(one)]
+    check_listening(ours, server_ports, node_address())
 
 
 def _is_ours(process: psutil.Process) -> bool:

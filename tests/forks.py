@@ -155,8 +155,8 @@ def main(descriptor: int, asked: str, umask: str, *arguments: str) -> None:
     gc.collect()
     gc.freeze()
     set_by_imports = {name: os.environ[name] for name in os.environ.keys() - {*json.loads(asked)}}
-    task = ForkServer(socket.socket(fileno=descriptor), set_by_imports).serve()
-    importlib.import_module(task.child).main(task.descriptor, *task.arguments)
+    request, given = ForkServer(socket.socket(fileno=descriptor), set_by_imports).serve()
+    importlib.import_module(request["child"]).main(given, *request["arguments"])
 
 
 def _collect(arguments: Sequence[str]) -> None:

@@ -188,13 +188,11 @@ class Controller(PlanMethods):
 
     @replies
     async def unload(self, name: str, timeout_s: float | None) -> PlatformState:
-        await self._published(self._models.unload(name, timeout_s))
-        return self._state()
+        return await self._told(self._models.unload(name, timeout_s))
 
     @replies
     async def set_presence(self, name: str, presence: Presence) -> PlatformState:
-        await self._published(self._presence.set(name, presence))
-        return self._state()
+        return await self._told(self._presence.set(name, presence))
 
     @replies
     async def model_events(self, limit: int) -> ModelEvents:
@@ -202,8 +200,7 @@ class Controller(PlanMethods):
 
     @replies
     async def scale(self, name: str, replicas: int | None) -> PlatformState:
-        await self._published(self._models.scale(name, replicas))
-        return self._state()
+        return await self._told(self._models.scale(name, replicas))
 
     @replies
     async def drain(self, replica_id: str, draining: bool) -> PlatformState:
@@ -220,8 +217,7 @@ class Controller(PlanMethods):
 
     @replies
     async def set_role(self, replica_id: str, role: Role) -> PlatformState:
-        await self._published(self._models.set_role(replica_id, role))
-        return self._state()
+        return await self._told(self._models.set_role(replica_id, role))
 
     @replies
     async def set_alias(self, name: str, alias: Alias | None) -> PlatformState:
@@ -230,8 +226,7 @@ class Controller(PlanMethods):
 
     @replies
     async def set_adapter(self, model: str, name: str, source: str | None) -> PlatformState:
-        await self._published(self._adapters.set(model, name, source))
-        return self._state()
+        return await self._told(self._adapters.set(model, name, source))
 
     @replies
     async def lending(self) -> LendingState:
@@ -240,14 +235,12 @@ class Controller(PlanMethods):
     @replies
     async def set_pair(self, pair: str, enabled: bool) -> LendingState:
         self._fleet.loans.set_pair(pair, enabled)
-        return await self._told_loans()
+        await self._tell()
+        return self._fleet.loans.state(time.monotonic())
 
     @replies
     async def drain_loan(self, name: str) -> LendingState:
         self._fleet.loans.drain(name, time.monotonic())
-        return await self._told_loans()
-
-    async def _told_loans(self) -> LendingState:
         await self._tell()
         return self._fleet.loans.state(time.monotonic())
 
@@ -257,8 +250,10 @@ class Controller(PlanMethods):
         await self._tell()
         return result
 
-    async def _told(self) -> PlatformState:
-        """The state, once what was changed is kept and gateways go by it."""
+    async def _told(self, work: Awaitable[object] | None = None) -> PlatformState:
+        """The state, once what was changed, or ``work`` changes, is kept and gateways go by it."""
+        if work is not None:
+            await work
         await self._tell()
         return self._state()
 
@@ -299,24 +294,20 @@ class Controller(PlanMethods):
         await self._routes.publish(routes)
 
     def _state(self) -> PlatformState:
-        return _platform_state(self._fleet, self._started_at)
-
-
-def _platform_state(fleet: Fleet, started_at: float) -> PlatformState:
-    now = time.monotonic()
-    return PlatformState(
-        versions=SoftwareVersions(
-            loomserve=metadata.version("loomserve"),
-            vllm=_vllm_version(),
-            ray=ray.__version__,
-            python=python_version(),
-        ),
-        uptime_s=now - started_at,
-        nodes=fleet.nodes.state(now),
-        devices=fleet.views.used_devices(now),
-        models=fleet.views.models(now),
-        aliases=fleet.aliases.states,
-    )
+        now, fleet = time.monotonic(), self._fleet
+        return PlatformState(
+            versions=SoftwareVersions(
+                loomserve=metadata.version("loomserve"),
+                vllm=_vllm_version(),
+                ray=ray.__version__,
+                python=python_version(),
+            ),
+            uptime_s=now - self._started_at,
+            nodes=fleet.nodes.state(now),
+            devices=fleet.views.used_devices(now),
+            models=fleet.views.models(now),
+            aliases=fleet.aliases.states,
+        )
 
 
 def _vllm_version() -> str:

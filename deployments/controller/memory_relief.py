@@ -38,7 +38,7 @@ class MemoryRelief:
         self._not_before: dict[str, float] = {}
 
     async def run(self) -> None:
-        await every(_LOOK_S, self._look, failed=_say)
+        await every(_LOOK_S, self._look, failed=_log.exception)
 
     def check(self) -> None:
         """Raise Unavailable if a node's memory is short, so that no model may be loaded."""
@@ -111,7 +111,3 @@ def _memory_of(node: str) -> str:
 def _used(replicas: list[ReplicaRecord]) -> float:
     """The newest report of their node."""
     return max(replicas, key=lambda each: each.seen_at).heartbeat.memory_used
-
-
-def _say(error: Exception) -> None:
-    _log.error("memory could not be looked at", exc_info=error)

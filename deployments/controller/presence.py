@@ -70,7 +70,7 @@ class ModelPresence:
 
     async def run(self) -> None:
         try:
-            await every(_TICK_S, self._look, failed=_say)
+            await every(_TICK_S, self._look, failed=_log.exception)
         finally:
             await self._mover.close()
 
@@ -305,10 +305,6 @@ class Failures:
         del self._failed_at[name]
         self._tries[name] += 1
         self._fleet.registry.set_failure(name, None)
-
-
-def _say(error: Exception) -> None:
-    _log.error("models could not be looked at", exc_info=error)
 
 
 def _held_bytes(model: Model, base: Path, *, on_gpus: bool) -> int:

@@ -34,8 +34,7 @@ class ServeApps:
     ) -> None:
         """``check_owner`` raises if another controller has taken over, which Serve cannot tell."""
         self._check_owner = check_owner
-        kept = store.model_dump(mode="json") if store is not None else None
-        self._gateways = config.model_dump(mode="json"), internal_token, kept
+        self._gateways = config, internal_token, store
         self._deploying: dict[str, Any] = {}
 
     async def deploy(self, spec: EngineSpec, devices: Sequence[str], base: str) -> Handed:

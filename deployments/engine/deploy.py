@@ -63,10 +63,8 @@ def hand_to_serve(spec: EngineSpec, devices: Sequence[str], base: str) -> Handed
     return Handed(front_end_of(resolved))
 
 
-@ray.remote(num_cpus=0, max_retries=0, resources=on_state())  # type: ignore[untyped-decorator]
-def hand_to_serve_elsewhere(spec: EngineSpec, devices: Sequence[str], base: str) -> Handed:
-    """As :func:`hand_to_serve` does, in a process of its own."""
-    return hand_to_serve(spec, devices, base)
+hand_to_serve_elsewhere = ray.remote(num_cpus=0, max_retries=0, resources=on_state())(hand_to_serve)
+"""The same in a process of its own."""
 
 
 def _resolved(spec: EngineSpec, base: Path) -> EngineSpec:

@@ -17,8 +17,12 @@ from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
 from loomserve.platform.engine.core.cores import bind_worker_to_stage
 from loomserve.platform.engine.process.lone_groups import groups_without_ports
 from loomserve.platform.engine.resumption.model_runner import ResumesRequests
-from loomserve.platform.engine.sleeping.memory import give_back_pages
-from loomserve.platform.engine.sleeping.sleep import SleepingWeights
+from loomserve.platform.engine.sleeping.memory import (
+    RereadWeight,
+    give_back_pages,
+    reread_weights,
+)
+from loomserve.platform.engine.sleeping.sleep import PackedOnUse, pack_on_use
 from loomserve.platform.run.fate import end_with_parent
 
 
@@ -94,7 +98,7 @@ class NonSpinningWorker(CPUWorker):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
         super().__init__(*args, **kwargs)
-        self.sleeping_weights: SleepingWeights | None = None
+        self.sleeping_weights: list[PackedOnUse | RereadWeight] = []
         # vLLM makes the queue on which this process waits once the model is loaded.
         sleep_instead_of_spinning()
 
@@ -112,21 +116,21 @@ class NonSpinningWorker(CPUWorker):  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        model, folder = self.model_runner.model, Path(self.vllm_config.model_config.model)
         if self.vllm_config.lora_config is not None:
-            refuse_experts(self.model_runner.model)
-        folder = Path(self.vllm_config.model_config.model)
-        self.sleeping_weights = SleepingWeights(self.model_runner.model, folder)
+            refuse_experts(model)
+        self.sleeping_weights = [*pack_on_use(model), *reread_weights(model, folder)]
         # Packing has left much of it behind.
         give_back_freed()
 
     def sleep(self, level: int = 1) -> None:
         """Give back KV memory, and weights that can be made or read again, whatever the level."""
         give_back_pages(self.model_runner.kv_caches)
-        if self.sleeping_weights is not None:
-            self.sleeping_weights.drop()
+        for each in self.sleeping_weights:
+            each.drop()
         give_back_freed()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Have weights again; KV memory comes back by itself, with the first write to each page."""
-        if self.sleeping_weights is not None:
-            self.sleeping_weights.restore()
+        for each in self.sleeping_weights:
+            each.restore()

@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 from setproctitle import setproctitle
 
@@ -60,12 +60,6 @@ class ForkRequest(TypedDict):
     """All that it has in its environment, but what imports have set."""
 
 
-class _Task(NamedTuple):
-    child: str
-    descriptor: int
-    arguments: list[str]
-
-
 class ForkServer:
     """Forks a child for each connection, and tells there how it ended.
 
@@ -79,15 +73,15 @@ class ForkServer:
         self._connections = set[socket.socket]()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._task: _Task | None = None
+        self._child: tuple[ForkRequest, int] | None = None
 
-    def serve(self) -> _Task:
-        """Fork children for ever; returns in each child, with what it is to do."""
+    def serve(self) -> tuple[ForkRequest, int]:
+        """Fork children for ever; returns in each child, with its request and descriptor."""
         while True:
             for key, _ in self._selector.select():
                 key.data()
-                if self._task is not None:
-                    return self._task
+                if self._child is not None:
+                    return self._child
 
     def _accept(self) -> None:
         try:
@@ -103,7 +97,6 @@ class ForkServer:
             message, descriptors, _, _ = socket.recv_fds(connection, LONGEST_MESSAGE, _DESCRIPTORS)
             request: ForkRequest = json.loads(message)
             descriptor, out, err = descriptors
-            task = _Task(request["child"], descriptor, request["arguments"])
             environment = request["environment"]
             pid = os.fork()
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -114,7 +107,7 @@ class ForkServer:
             end_with_other_end(connection, pid or os.getpid())
             if pid == 0:
                 self._become(connection, environment, out, err)
-                self._task = task
+                self._child = request, descriptor
                 return
             self._attend(connection, pid)
         for descriptor in descriptors:
@@ -233,8 +226,8 @@ def main(listener: int, modules: Iterable[str]) -> None:
         _logger.exception("engines and gateways start without a fork server, and take longer")
         sys.exit(UNFIT)
     server = ForkServer(socket.socket(fileno=listener), set_by_imports)
-    child, descriptor, arguments = server.serve()
-    importlib.import_module(child).main(descriptor, *arguments)
+    request, descriptor = server.serve()
+    importlib.import_module(request["child"]).main(descriptor, *request["arguments"])
 
 
 if __name__ == "__main__":

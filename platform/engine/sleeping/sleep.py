@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-
-from loomserve.platform.engine.sleeping.memory import reread_weights
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -98,6 +95,9 @@ class PackedOnUse:
     def drop(self) -> None:
         self._linear = None
 
+    def restore(self) -> None:
+        """It comes with its next use."""
+
 
 def pack_on_use(model: torch.nn.Module) -> list[PackedOnUse]:
     """Let what can be packed again be packed when it is used, and free what is never used.
@@ -124,37 +124,6 @@ def _packed(weight: torch.Tensor) -> Linear:
     return linear
 
 
-class SleepingWeights:
-    """Weights of a model that can be packed, or read, again."""
-
-    def __init__(self, model: torch.nn.Module, folder: Path) -> None:
-        """``folder`` has the model's files; where it is none, nothing is read again."""
-        self._packed = pack_on_use(model)
-        self._reread = reread_weights(model, folder)
-
-    @property
-    def nbytes(self) -> int:
-        packed = sum(each.nbytes for each in self._packed)
-        return packed + sum(each.nbytes for each in self._reread)
-
-    def drop(self) -> None:
-        """Free them; nobody may compute with the model from now on."""
-        for operator in self._packed:
-            operator.drop()
-        for weight in self._reread:
-            weight.drop()
-
-    def restore(self) -> None:
-        """Have them again; what is packed comes with its next use.
-
-        Raises:
-            RuntimeError: the model's files were changed.
-        """
-        for weight in self._reread:
-            weight.restore()
-
-
 def dropped_bytes(worker: Any) -> int:
     """Bytes of weights that a worker's sleep frees; called in the worker's process."""
-    weights: SleepingWeights | None = getattr(worker, "sleeping_weights", None)
-    return 0 if weights is None else weights.nbytes
+    return sum(each.nbytes for each in getattr(worker, "sleeping_weights", ()))
