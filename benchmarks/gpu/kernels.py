@@ -33,15 +33,13 @@ MOST_ERROR = 1e-2 if HAS_GPU else 1e-5
 
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """By torch, in float32, a row at a time: output and lse of [rows, heads, …]."""
-    outputs, sums = [], []
+) -> torch.Tensor:
+    """By torch, in float32, a row at a time: output of [rows, heads, head_size]."""
+    outputs = []
     for row, keys, values in zip(query.float(), key, value, strict=True):
-        grouped = row.unflatten(0, (len(keys), -1))
-        logits = grouped @ keys.float().mT * scale
+        logits = row.unflatten(0, (len(keys), -1)) @ keys.float().mT * scale
         outputs.append((logits.softmax(-1) @ values.float()).flatten(0, 1))
-        sums.append(logits.logsumexp(-1).flatten())
-    return torch.stack(outputs), torch.stack(sums)
+    return torch.stack(outputs)
 
 
 def error(loan: Loan) -> float:
@@ -53,23 +51,8 @@ def error(loan: Loan) -> float:
     loan.borrower.wait(output)
     if not int(loan.borrower.state[ANSWERED.value]):
         raise RuntimeError(f"no answer, and the loan is closed as {int(loan.buffer.closed)}")
-    whole, _ = attention(query, *loan.contiguous(0), loan.shape.scale)
+    whole = attention(query, *loan.contiguous(0), loan.shape.scale)
     return float((output.float() - whole).abs().max())
-
-
-def merge_error(loan: Loan) -> float:
-    """Of a context whose other half torch computes, merged with the lender's."""
-    query, key, value = loan.rows()
-    loan.borrower.post(0, query, key, value)
-    loan.lender.serve()
-    keys, values = loan.contiguous(0)
-    near = keys + 0.5, values + 0.5
-    output, lse = attention(query, *near, loan.shape.scale)
-    merged = output.to(query.dtype)
-    loan.borrower.wait_and_merge(merged, lse)
-    both = torch.cat([near[0], keys], 2), torch.cat([near[1], values], 2)
-    whole, _ = attention(query, *both, loan.shape.scale)
-    return float((merged.float() - whole).abs().max())
 
 
 def sizes_of(loan: Loan) -> dict[str, int]:
@@ -80,7 +63,7 @@ def sizes_of(loan: Loan) -> dict[str, int]:
     return {
         "posted": shape.max_rows * row * item,
         "kv": shape.max_rows * context * 2 * shape.key_width * item,
-        "answer": shape.max_rows * (shape.query_width * item + 4 * shape.query_heads),
+        "answer": shape.max_rows * shape.query_width * item,
     }
 
 
@@ -91,18 +74,17 @@ def graph_times(shape: Any) -> dict[str, Any]:
         ("post", 1),
         ("post, serve", 2),
         ("post, serve, wait and fetch", 3),
-        ("post, serve, wait and merge", 4),
     )
     for name, upto in parts:
         # Of its own: a task that nobody serves is the last one of its loan.
         loan = Loan.open(shape)
         query, key, value = loan.rows()
-        output, lse = torch.zeros_like(query), torch.zeros_like(loan.buffer.lse)
+        output = torch.zeros_like(query)
 
         def tasks(
             loan: Loan = loan,
             upto: int = upto,
-            rows: tuple[torch.Tensor, ...] = (query, key, value, output, lse),
+            rows: tuple[torch.Tensor, ...] = (query, key, value, output),
         ) -> None:
             for _ in range(TASKS):
                 loan.borrower.post(0, *rows[:3])
@@ -110,8 +92,6 @@ def graph_times(shape: Any) -> dict[str, Any]:
                     loan.lender.serve()
                 if upto == 3:
                     loan.borrower.wait(rows[3])
-                if upto == 4:
-                    loan.borrower.wait_and_merge(rows[3], rows[4])
 
         tasks()
         found[name] = {
@@ -153,7 +133,7 @@ def kernels(results: Results) -> None:
     for rows, context in SIZES:
         shape = llama(layers=1, rows=rows, context=context)
         loan = Loan.open(shape)
-        errors = {"fetched": error(loan), "merged": merge_error(loan)}
+        errors = {"fetched": error(loan)}
         differences += errors.values()
         found: dict[str, Any] = {"errors": errors, "bytes": sizes_of(loan)}
         if HAS_GPU:

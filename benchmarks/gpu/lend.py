@@ -21,12 +21,12 @@ import torch
 from loomserve.platform.lending.cuda.borrowing import HANDED_AT, TAKEN_AT
 from loomserve.platform.lending.cuda.buffer import (
     FINISHED_AT,
-    LINE_WORDS,
     NUMBER,
     PICKED_UP_AT,
     TaskShape,
 )
 from loomserve.platform.lending.cuda.resident import serve_for
+from loomserve.platform.lending.ring.words import LINE_WORDS
 
 LAYERS = 8 if HAS_GPU else 2
 HOT_ROWS, COLD_ROWS = (128, 64) if HAS_GPU else (3, 1)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from benchmarks.gpu.host import HostPages
 from benchmarks.gpu.step import DEVICE, HAS_GPU, Results, main, spread, times_us
 
 # isort: split
 import torch
 
-from loomserve.platform.lending.device.pages import CudaPages, HostPages
+from loomserve.platform.lending.device.pages import CudaPages
 from loomserve.platform.lending.engine.memory.paged import PagedMemory
 
 LAYERS, BLOCKS = (4, 8192) if HAS_GPU else (2, 32)

@@ -13,18 +13,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.gpu.host import HostMemory
 from benchmarks.gpu.step import DEVICE, HAS_GPU, Results, main, spread
 
 # isort: split
 import torch
 
-from loomserve.platform.lending.device.memory import CudaMemory, HostMemory
+from loomserve.platform.lending.device.memory import CudaMemory
 from loomserve.platform.lending.device.server import kernel_leaf
 from loomserve.platform.lending.leaf import Leaf
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import GPU, Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
-from loomserve.platform.lending.ring.ring import RingStats
+from loomserve.platform.lending.ring.words import RingStats
 
 GEOMETRY = Geometry(
     layers=8 if HAS_GPU else 2,

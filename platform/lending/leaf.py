@@ -47,14 +47,12 @@ class Leaf:
         borrower: Attaches to the ring at a path, with a patience in seconds; ``StartError`` if
             there is none.
         server: Makes a worker's one lender's end.
-        computes_layers: Whether a lender can compute whole layers, too.
-        polls: Whether the lender's steps may look for tasks.
+        on_cpus: Whether a lender can compute whole layers, too, and its steps look for tasks.
     """
 
     borrower: Callable[[Path, float], Borrower]
     server: Callable[[], LenderEnd]
-    computes_layers: bool
-    polls: bool
+    on_cpus: bool
 
 
 def ring_leaf(*, split_kv: bool) -> Leaf:
@@ -62,6 +60,5 @@ def ring_leaf(*, split_kv: bool) -> Leaf:
     return Leaf(
         borrower=lambda path, _: Borrower(Ring.attach(path)),
         server=lambda: AttentionServer(split_kv=split_kv),
-        computes_layers=True,
-        polls=True,
+        on_cpus=True,
     )

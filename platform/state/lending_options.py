@@ -35,9 +35,9 @@ class LendingOptions(BaseModel):
     lend_bytes: int = Field(0, ge=0, description="Most bytes that it lends to others.")
     tpot_budget: float = Field(1.15, gt=1)
     """Most that a lender's p99 step time may be of that without borrowers."""
-    gpu_form: Literal["stream", "polls", "resident"] = "stream"
-    """How a lender on a GPU serves tasks: by a thread with a stream of its own; by that thread
-    between steps, and by polls within them; or by a kernel that stays."""
+    gpu_form: Literal["stream", "resident"] = "stream"
+    """How a lender on a GPU serves tasks: by a thread with a stream of its own, or by a kernel that
+    stays."""
     polling: Literal["steps", "operators", "slices"] = "slices"
     """Where a lender looks for tasks while it computes: nowhere within a step, between operators,
     or between slices of those that take long, too."""

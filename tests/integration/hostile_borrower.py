@@ -12,7 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from loomserve.platform.lending.ring.ring import LINE_WORDS, ControlLine, Ring, RingTask
+from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.ring.words import LINE_WORDS, ControlLine, RingTask
 from tests.unit.platform.lending.ring.test_hostile import Scribbler
 
 TOKENS = 4

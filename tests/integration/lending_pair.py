@@ -13,7 +13,8 @@ from typing import Any
 
 from benchmarks import engine as engines
 from benchmarks.engine import EXACT, call_loans
-from loomserve.platform.lending.ring.ring import Ring, RingStats
+from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.ring.words import RingStats
 from tests.integration.cores import core
 
 OWN_BLOCKS = 24

@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("triton", reason="Triton, which interprets the kernels, is not installed")
 
 from benchmarks.engine import BLOCK_TOKENS, end
-from loomserve.platform.lending.ring.ring import Closed, Ring
+from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.ring.words import Closed
 from tests.integration import tiny_llama
 from tests.integration.lending_pair import (
     Pair,

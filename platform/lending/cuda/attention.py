@@ -17,7 +17,6 @@ import triton.language as tl
 from loomserve.platform.lending.cuda.buffer import (
     FINISHED_AT,
     LAYER,
-    LINE_WORDS,
     NUMBER,
     PICKED_UP_AT,
     REFUSED,
@@ -25,6 +24,7 @@ from loomserve.platform.lending.cuda.buffer import (
     TaskShape,
 )
 from loomserve.platform.lending.cuda.kernel import kernel, now_ns
+from loomserve.platform.lending.ring.words import LINE_WORDS
 
 ROW_TILE = 1024
 """Numbers of a row that a program writes at once."""
@@ -306,8 +306,6 @@ def attend_units(
             if last:
                 whole = (answer / total[:, None]).to(buffer.output.dtype.element_ty)
                 tl.store(buffer.output + at_query, whole, mask=own)
-                lse = largest + tl.log(total)
-                tl.store(buffer.lse + at * fixed.group + heads, lse, mask=inside_group)
                 publish(state, buffer.done, serving, rows * fixed.kv_heads)
 
 

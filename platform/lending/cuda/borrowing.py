@@ -1,4 +1,4 @@
-"""The borrower's kernels: post rows of a layer, wait for their attention, fetch or merge it.
+"""The borrower's kernels: post rows of a layer, wait for their attention, fetch it.
 
 The number of a task is counted on the device, and rows and patience are read there, so that a graph
 may capture all of these and be replayed in each step.
@@ -11,7 +11,6 @@ import triton.language as tl
 
 from loomserve.platform.lending.cuda.buffer import (
     LAYER,
-    LINE_WORDS,
     NUMBER,
     POSTED_AT,
     ROWS,
@@ -28,6 +27,7 @@ from loomserve.platform.lending.cuda.kernel import (
     now_ns,
     rest,
 )
+from loomserve.platform.lending.ring.words import LINE_WORDS
 
 TILE = 1024
 """Numbers that a program copies at once."""
@@ -42,11 +42,19 @@ HANDED_AT = tl.constexpr(7)
 
 
 @kernel()
-def copy_row(source: tl.tensor, target: tl.tensor, width: tl.constexpr, tile: tl.constexpr) -> None:
+def copy_row(
+    source: tl.tensor,
+    target: tl.tensor,
+    there: tl.tensor,
+    width: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Copy a row, or zeros if it is not ``there``."""
     for first in range(0, width, tile):
         place = first + tl.arange(0, tile)
         inside = place < width
-        tl.store(target + place, tl.load(source + place, mask=inside), mask=inside)
+        numbers = tl.load(source + place, mask=inside & there, other=0.0)
+        tl.store(target + place, numbers, mask=inside)
 
 
 @kernel("layer")
@@ -73,9 +81,12 @@ def post_rows(
     row = tl.program_id(0)
     rows = tl.load(state + ROWS)
     if row < rows:
-        copy_row(query + row * query_stride, buffer.query + row * query_width, query_width, tile)
-        copy_row(key + row * key_stride, buffer.key + row * key_width, key_width, tile)
-        copy_row(value + row * value_stride, buffer.value + row * key_width, key_width, tile)
+        there = rows > 0
+        to_query = buffer.query + row * query_width
+        copy_row(query + row * query_stride, to_query, there, query_width, tile)
+        copy_row(key + row * key_stride, buffer.key + row * key_width, there, key_width, tile)
+        to_value = buffer.value + row * key_width
+        copy_row(value + row * value_stride, to_value, there, key_width, tile)
         tl.debug_barrier()
         before = tl.atomic_add(state + ARRIVED, 1, sem="acq_rel", scope="sys")
         if before == rows - 1:
@@ -139,62 +150,16 @@ def fetch_rows(
     row = tl.program_id(0)
     answered = tl.load(state + ANSWERED) != 0
     if row < tl.load(state + ROWS):
-        for first in range(0, width, tile):
-            place = first + tl.arange(0, tile)
-            inside = place < width
-            values = tl.load(from_output + row * width + place, mask=inside & answered, other=0.0)
-            tl.store(output + row * output_stride + place, values, mask=inside)
-
-
-@kernel()
-def merge_rows(
-    output: tl.tensor,
-    lse: tl.tensor,
-    from_output: tl.tensor,
-    from_lse: tl.tensor,
-    state: tl.tensor,
-    output_stride: tl.tensor,
-    lse_row_stride: tl.tensor,
-    lse_head_stride: tl.tensor,
-    query_heads: tl.constexpr,
-    head_size: tl.constexpr,
-    padded: tl.constexpr,
-) -> None:
-    """Merge the answer, over one part of a row's context, with ``output`` over the rest of it.
-
-    One program a row and query head. With l = log(sum of exp(logits)) of each part, the whole is
-    their outputs weighted by exp(l) (as of FlashDecoding). Without an answer ``output`` stays.
-    ``output`` is [rows, query_heads, head_size], its rows ``output_stride`` apart, heads
-    contiguous. ``lse`` is float32, -inf for an empty part; the merged one is left there.
-    """
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    if (row < tl.load(state + ROWS)) & (tl.load(state + ANSWERED) != 0):
-        place = tl.arange(0, padded)
-        inside = place < head_size
-        at_lse = lse + row * lse_row_stride + head * lse_head_stride
-        own_lse = tl.load(at_lse)
-        their_lse = tl.load(from_lse + row * query_heads + head)
-        top = tl.maximum(own_lse, their_lse)
-        own_weight = tl.exp(own_lse - top)
-        their_weight = tl.exp(their_lse - top)
-        whole = own_weight + their_weight
-        at = output + row * output_stride + head * head_size + place
-        own = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        theirs = tl.load(
-            from_output + (row * query_heads + head) * head_size + place, mask=inside, other=0.0
-        ).to(tl.float32)
-        merged = (own * own_weight + theirs * their_weight) / whole
-        tl.store(at, merged.to(output.dtype.element_ty), mask=inside)
-        tl.store(at_lse, top + tl.log(whole))
+        to_output = output + row * output_stride
+        copy_row(from_output + row * width, to_output, answered, width, tile)
 
 
 class DeviceBorrower:
     """A borrower's end of one loan, for the stream that runs its model.
 
     Call :meth:`begin_step` once a step, then for each layer :meth:`post`, own work, and
-    :meth:`wait` or :meth:`wait_and_merge`. All of it is queued on the current stream: nothing here
-    waits for the device. Once the loan is closed, each answer is zeros, at once.
+    :meth:`wait`. All of it is queued on the current stream: nothing here waits for the device. Once
+    the loan is closed, each answer is zeros, at once.
     """
 
     def __init__(self, shape: TaskShape, buffer: TaskBuffer, patience_s: float) -> None:
@@ -208,9 +173,8 @@ class DeviceBorrower:
         """On the device: ``ANSWERED`` tells whether the last wait had an answer."""
         self.state[PATIENCE_NS.value] = int(patience_s * 1e9)
 
-    def compile(self, how: Launch = compile_for, *, merge: bool = False) -> None:
-        """Compile what :meth:`post` and :meth:`wait` queue, which takes seconds at the first.
-        ``merge``: what :meth:`wait_and_merge` does, too."""
+    def compile(self, how: Launch = compile_for) -> None:
+        """Compile what :meth:`post` and :meth:`wait` queue, which takes seconds at the first."""
         shape, device = self._shape, self._buffer.output.device
         query, key = (
             torch.empty((1, heads, shape.head_size), dtype=shape.dtype, device=device)
@@ -219,8 +183,6 @@ class DeviceBorrower:
         self._rows, self._launch = 1, how
         self.post(0, query, key, key)
         self.wait(query)
-        if merge:
-            self.wait_and_merge(query, torch.empty(query.shape[:2], device=device))
         self._rows, self._launch = 0, launch
 
     def begin_step(
@@ -288,43 +250,18 @@ class DeviceBorrower:
         """Wait for the posted task, and copy its attention, or zeros, into ``output``, which is
         [rows, query_heads, head_size] with contiguous rows."""
         self._check(output, self._shape.query_heads)
-        self._await()
+        buffer = self._buffer
+        self._launch(wait_for_answer, (1,), buffer.done, buffer.closed, self.state, num_warps=1)
         self._launch(
             fetch_rows,
             (self._rows,),
             output,
-            self._buffer.output,
+            buffer.output,
             self.state,
             output.stride(0),
             width=self._shape.query_width,
             tile=TILE,
         )
-
-    def wait_and_merge(self, output: torch.Tensor, lse: torch.Tensor) -> None:
-        """Wait for the posted task, and merge its attention with ``output`` over the rest, whose
-        ``lse`` is float32 [rows, query_heads] of any strides."""
-        shape = self._shape
-        self._check(output, shape.query_heads)
-        self._await()
-        self._launch(
-            merge_rows,
-            (self._rows, shape.query_heads),
-            output,
-            lse,
-            self._buffer.output,
-            self._buffer.lse,
-            self.state,
-            output.stride(0),
-            lse.stride(0),
-            lse.stride(1),
-            query_heads=shape.query_heads,
-            head_size=shape.head_size,
-            padded=shape.padded_head,
-        )
-
-    def _await(self) -> None:
-        buffer = self._buffer
-        self._launch(wait_for_answer, (1,), buffer.done, buffer.closed, self.state, num_warps=1)
 
     def _check(self, tensor: torch.Tensor, heads: int) -> None:
         shape = (self._rows, heads, self._shape.head_size)

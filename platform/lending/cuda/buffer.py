@@ -5,10 +5,10 @@ task is in it at a time, likewise. Each end polls its own memory and writes into
 
     borrower: post            writes query, key, value → stores ``posted = n`` (release, system)
     → lender: poll            loads ``posted = n`` (acquire, system)
-    → lender: write, attend   write KV, then the borrower's output and lse
+    → lender: write, attend   write KV, then the borrower's output
                               → store ``done = n`` (release, system)
     → borrower: wait          loads ``done = n`` (acquire, system)
-    → borrower: fetch, merge  read output and lse
+    → borrower: fetch         reads the output
     → borrower: the next task's post, or the next step's metadata
 
 A kernel of many programs publishes by its last one: each program writes, passes a barrier and
@@ -28,14 +28,13 @@ checked there, and that register is used. Its own state is in memory that no bor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple
 
 import torch
 import triton.language as tl
 
-LINE_WORDS = 16
-"""int64 words of 128 bytes: what one end writes shares no cache line with what the other writes."""
+from loomserve.platform.lending.ring.fields import Fields, nbytes_of, views
+from loomserve.platform.lending.ring.words import LINE_WORDS, Closed
 
 _ALIGNED = 256
 """Bytes at whose multiples each tensor begins."""
@@ -48,9 +47,9 @@ POSTED_AT = tl.constexpr(3)
 PICKED_UP_AT = tl.constexpr(1)
 FINISHED_AT = tl.constexpr(2)
 
-# The values of ``closed`` that kernels write; as ``Closed`` of the ring has them.
-TIMED_OUT = tl.constexpr(3)
-REFUSED = tl.constexpr(5)
+# The values of ``closed`` that kernels write.
+TIMED_OUT = tl.constexpr(Closed.TIMED_OUT.value)
+REFUSED = tl.constexpr(Closed.REFUSED.value)
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,9 @@ class TaskShape:
 class TaskBuffer(NamedTuple):
     """The tensors of one loan, as each end has them mapped.
 
-    The borrower writes those up to ``value``, in the lender's memory; the lender writes those from
-    ``done`` to ``lse``, in the borrower's. ``closed`` is in either's, or the host's. Times are ns
-    of the writer's clock.
+    The borrower writes those up to ``value``, in the lender's memory; the lender writes ``done``
+    and ``output``, in the borrower's. ``closed`` is in either's, or the host's. Times are ns of the
+    writer's clock.
     """
 
     posted: torch.Tensor  # number of the last task, its layer, its rows, when it was posted
@@ -115,7 +114,6 @@ class TaskBuffer(NamedTuple):
     value: torch.Tensor
     done: torch.Tensor  # number of the last task done, when it was picked up, and finished
     output: torch.Tensor
-    lse: torch.Tensor  # the natural logarithm of the sum of exp(logits)
     closed: torch.Tensor  # int64 [1], 0 while the loan is open
 
     @classmethod
@@ -125,8 +123,8 @@ class TaskBuffer(NamedTuple):
         """Lay a buffer over flat memory, uint8 [:func:`lender_bytes`] and uint8
         [:func:`borrower_bytes`], of zeros at first; ``closed`` is int64 [1]."""
         return cls(
-            **_views(_of_lender(shape), lender),
-            **_views(_of_borrower(shape), borrower),
+            **views(_of_lender(shape), lender, _ALIGNED),
+            **views(_of_borrower(shape), borrower, _ALIGNED),
             closed=closed,
         )
 
@@ -141,18 +139,15 @@ class TaskBuffer(NamedTuple):
         )
 
 
-_Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-
-
 def lender_bytes(shape: TaskShape) -> int:
-    return _end(_of_lender(shape))
+    return nbytes_of(_of_lender(shape), _ALIGNED)
 
 
 def borrower_bytes(shape: TaskShape) -> int:
-    return _end(_of_borrower(shape))
+    return nbytes_of(_of_borrower(shape), _ALIGNED)
 
 
-def _of_lender(shape: TaskShape) -> _Fields:
+def _of_lender(shape: TaskShape) -> Fields:
     rows = shape.max_rows
     keys = (rows, shape.kv_heads, shape.head_size)
     return {
@@ -167,28 +162,8 @@ def _of_lender(shape: TaskShape) -> _Fields:
     }
 
 
-def _of_borrower(shape: TaskShape) -> _Fields:
-    queries = (shape.max_rows, shape.query_heads)
+def _of_borrower(shape: TaskShape) -> Fields:
     return {
         "done": (torch.int64, (LINE_WORDS,)),
-        "output": (shape.dtype, (*queries, shape.head_size)),
-        "lse": (torch.float32, queries),
+        "output": (shape.dtype, (shape.max_rows, shape.query_heads, shape.head_size)),
     }
-
-
-def _padded(dtype: torch.dtype, size: tuple[int, ...]) -> int:
-    nbytes: int = prod(size) * dtype.itemsize
-    return -(-nbytes // _ALIGNED) * _ALIGNED
-
-
-def _end(fields: _Fields) -> int:
-    return sum(_padded(*field) for field in fields.values())
-
-
-def _views(fields: _Fields, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-    views, first = {}, 0
-    for name, (dtype, size) in fields.items():
-        nbytes = prod(size) * dtype.itemsize
-        views[name] = memory[first : first + nbytes].view(dtype).view(size)
-        first += _padded(dtype, size)
-    return views

@@ -12,7 +12,8 @@ from loomserve.platform.lending.cuda.buffer import TaskBuffer, borrower_bytes, l
 from loomserve.platform.lending.device.memory import SharedMemory
 from loomserve.platform.lending.device.shape import answer_file, task_file, task_shape
 from loomserve.platform.lending.ring.borrower import Borrower
-from loomserve.platform.lending.ring.ring import LINE_WORDS, ControlLine, Ring
+from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.ring.words import LINE_WORDS, ControlLine
 
 
 class KernelBorrower(Borrower):

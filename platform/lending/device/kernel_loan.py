@@ -22,7 +22,7 @@ from loomserve.platform.lending.device.memory import SharedMemory
 from loomserve.platform.lending.device.shape import answer_file, task_file, task_shape
 from loomserve.platform.lending.policy.layout import PLAIN, Rows
 from loomserve.platform.lending.ring.lent_ring import GRANTED, LentRing
-from loomserve.platform.lending.ring.ring import Closed, ControlLine, RingPeer
+from loomserve.platform.lending.ring.ring import RingPeer
 from loomserve.platform.lending.ring.served_ring import (
     IDLED,
     PICKUP_NS,
@@ -30,6 +30,7 @@ from loomserve.platform.lending.ring.served_ring import (
     Caches,
     ServedRing,
 )
+from loomserve.platform.lending.ring.words import Closed, ControlLine
 
 _SHARE = 8
 """One in so many multiprocessors has a program of the kernel that stays."""
@@ -83,25 +84,18 @@ class KernelLoan:
         self.copies.wrote(self.ring.granted)
         kernels.attend(state[ROWS.value])
         posted_at = int(self._posted[POSTED_AT.value])
-        self.count(IDLED)
+        self.count()
         self.copies.count(SERVICE_NS, time.monotonic_ns() - begin)
         # By clocks of two devices, which may be apart.
         self.copies.count(PICKUP_NS, max(0, state[PICKED_UP.value] - posted_at))
         return True
-
-    def queue(self) -> bool:
-        """Queue a look, and the service of what it will find; nobody knows yet whether any is."""
-        if self.ring.closed is Closed.OPEN and (kernels := self._kernels or self._meet()):
-            self.copies.wrote(self.ring.granted)
-            kernels.serve()
-        return False
 
     def stay(self, seconds: float) -> bool:
         """Queue the kernel that stays, unless it is there still; False then. It has a stream of its
         own, or another loan's would have to end before."""
         if self._staying is not None and not self._staying.query():
             return False
-        self.count(IDLED)
+        self.count()
         if (kernels := self._between_copies()) is None:
             return False
         self.copies.wrote(self.ring.granted)
@@ -123,11 +117,11 @@ class KernelLoan:
             self._staying.synchronize()
         self.copies.clear(granted)
 
-    def count(self, counter: int) -> None:
+    def count(self) -> None:
         """Count what was served since the last time; waits for what is queued here."""
         if self._kernels is not None:
             number = int(self._kernels.state[NUMBER.value])
-            self.copies.count(counter, number - self._counted)
+            self.copies.count(IDLED, number - self._counted)
             self._counted = number
 
     def end(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from loomserve.platform.base.files import replace_private, replacing
+from loomserve.platform.base.files import replace_private
 
 _PAGE = 4096
 _HANDLE_BYTES = 64
@@ -31,35 +30,6 @@ class SharedMemory(Protocol):
     def pin(self, words: torch.Tensor) -> torch.Tensor:
         """Have kernels reach these int64 words of one page of the host's memory, while the result
         lives."""
-
-
-class HostMemory:
-    """Shared memory of the host, for kernels that are interpreted."""
-
-    def make(self, path: Path, nbytes: int) -> torch.Tensor:
-        with replacing(path) as new:
-            file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                os.posix_fallocate(file, 0, nbytes)
-            finally:
-                os.close(file)
-            return _mapped(new, nbytes)
-
-    def open(self, path: Path, nbytes: int) -> torch.Tensor | None:
-        if not path.exists():
-            return None
-        if (size := path.stat().st_size) != nbytes:
-            raise ValueError(f"{path} has {size} bytes, not {nbytes}")
-        tensor = _mapped(path, nbytes)
-        path.unlink()
-        return tensor
-
-    def pin(self, words: torch.Tensor) -> torch.Tensor:
-        return words
-
-
-def _mapped(path: Path, nbytes: int) -> torch.Tensor:
-    return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
 
 
 class CudaMemory:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
-import mmap
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -26,36 +24,6 @@ class Pages(Protocol):
 
     def unmap(self, pages: range) -> None:
         """Take the memory from behind these pages, and keep it for others."""
-
-
-class HostPages:
-    """Pages of the host, for kernels that are interpreted; to use one that is not mapped ends the
-    process. ``ValueError`` if a page is not a number of the host's pages."""
-
-    def __init__(self, page: int = mmap.PAGESIZE) -> None:
-        if page % mmap.PAGESIZE:
-            raise ValueError(f"a page of {page} bytes is not a number of {mmap.PAGESIZE}")
-        self.page = page
-        self._protect = ctypes.CDLL(None, use_errno=True).mprotect
-        self._protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        self._address = 0
-
-    def reserve(self, pages: int) -> torch.Tensor:
-        memory = torch.frombuffer(mmap.mmap(-1, pages * self.page), dtype=torch.uint8)
-        self._address = memory.data_ptr()
-        self._allow(range(pages), 0)
-        return memory
-
-    def map(self, pages: range) -> None:
-        self._allow(pages, mmap.PROT_READ | mmap.PROT_WRITE)
-
-    def unmap(self, pages: range) -> None:
-        self._allow(pages, 0)
-
-    def _allow(self, pages: range, access: int) -> None:
-        begin = self._address + pages.start * self.page
-        if self._protect(begin, len(pages) * self.page, access):
-            raise OSError(ctypes.get_errno(), "mprotect")
 
 
 class CudaPages:

@@ -17,9 +17,10 @@ from loomserve.platform.lending.device.memory import SharedMemory
 from loomserve.platform.lending.leaf import Leaf
 from loomserve.platform.lending.policy.layout import PLAIN, Rows
 from loomserve.platform.lending.ring.lent_ring import LentRing
-from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, ControlLine, Ring
-from loomserve.platform.lending.ring.served_ring import POLLED, Caches, ComputeLayers
+from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.ring.served_ring import Caches, ComputeLayers
 from loomserve.platform.lending.ring.serving_thread import ServingThread
+from loomserve.platform.lending.ring.words import LINE_WORDS, Closed, ControlLine
 
 SPIN_S = 0.05
 STAY_S = 0.05
@@ -31,20 +32,16 @@ class Form(StrEnum):
 
     STREAM = "stream"
     """By a thread."""
-    POLLS = "polls"
-    """By a thread, and by polls within steps."""
     RESIDENT = "resident"
     """By a kernel that stays."""
 
 
 class KernelServer:
-    """A :class:`~loomserve.platform.lending.leaf.LenderEnd` in one of three forms.
+    """A :class:`~loomserve.platform.lending.leaf.LenderEnd` in one of two forms.
 
-    A thread serves tasks on a stream of the highest priority. It looks for one by a kernel and
-    queues what serves it (``STREAM``), or queues a kernel that stays and does both (``RESIDENT``),
-    whether the engine runs a step or not. In the form ``POLLS`` it does the former between steps;
-    within them :meth:`poll` queues both on the model's own stream. Of kernels on two streams, those
-    of a step wait for the thread's and the thread's for the step's, so no task is served twice.
+    A thread serves tasks on a stream of the highest priority, whether the engine runs a step or
+    not. It looks for one by a kernel and queues what serves it (``STREAM``), or queues a kernel
+    that stays and does both (``RESIDENT``).
     """
 
     def __init__(self, memory: SharedMemory, form: Form = Form.STREAM) -> None:
@@ -64,10 +61,7 @@ class KernelServer:
         )
 
     def poll(self) -> int:
-        """Queue the service of what is posted; how much that is nobody knows yet."""
-        if self._form is Form.POLLS:
-            with self._thread.lock:
-                self._thread.serve_all(KernelLoan.queue)
+        """Nothing: the thread looks for tasks within steps, too."""
         return 0
 
     def open(
@@ -101,22 +95,12 @@ class KernelServer:
         return False
 
     def busy(self) -> None:
-        if self._form is Form.POLLS:
-            self._thread.pause()
         with self._thread.lock:
-            if self._form is Form.POLLS and self._stream is not None:
-                torch.cuda.current_stream().wait_stream(self._stream)
             for loan in self._loans.values():
                 loan.clear()
 
     def idle(self) -> None:
-        if self._form is Form.POLLS:
-            with self._thread.lock:
-                for loan in self._loans.values():
-                    loan.count(POLLED)
-            if self._stream is not None:
-                self._stream.wait_stream(torch.cuda.current_stream())
-            self._thread.resume()
+        """The thread goes on as within steps."""
 
     def dead(self) -> list[LentRing]:
         return [ring for ring in self._loans if ring.closed is not Closed.OPEN]
@@ -140,6 +124,5 @@ def kernel_leaf(memory: SharedMemory, form: Form = Form.STREAM) -> Leaf:
     return Leaf(
         borrower=lambda path, patience_s: KernelBorrower(Ring.attach(path), memory, patience_s),
         server=lambda: KernelServer(memory, form),
-        computes_layers=False,
-        polls=form is Form.POLLS,
+        on_cpus=False,
     )

@@ -13,7 +13,7 @@ from loomserve.platform.lending.engine.block_partitions import OWN
 from loomserve.platform.lending.engine.memory.lent import keys_and_values
 from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.leaf import Leaf
-from loomserve.platform.lending.ring.ring import RingTask
+from loomserve.platform.lending.ring.words import RingTask
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, each [blocks, kv_heads, block_size, head_size]."""

@@ -144,7 +144,7 @@ class TakesPartInLending(ABC):
         """
         if not shard:
             return self._borrower.requirements()
-        if "layers" in shard and not self._leaf.computes_layers:
+        if "layers" in shard and not self._leaf.on_cpus:
             raise ValueError("layers move between CPU devices only")
         return self._shards.requirements(shard)
 
@@ -165,7 +165,7 @@ class TakesPartInLending(ABC):
     # Lending
 
     def look_for_tasks(self, polling: str) -> dict[str, Any]:
-        return self._lender.look_for_tasks(polling if self._leaf.polls else "steps")
+        return self._lender.look_for_tasks(polling if self._leaf.on_cpus else "steps")
 
     def slicing_plans(self) -> dict[str, Any]:
         return self._lender.slicing_plans()

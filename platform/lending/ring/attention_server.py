@@ -15,7 +15,6 @@ from loomserve.platform.lending.policy.layout import PLAIN, Rows
 from loomserve.platform.lending.ring import native
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
-from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, ControlLine
 from loomserve.platform.lending.ring.served_ring import (
     IDLED,
     POLLED,
@@ -24,6 +23,7 @@ from loomserve.platform.lending.ring.served_ring import (
     ComputeLayers,
 )
 from loomserve.platform.lending.ring.serving_thread import ServingThread
+from loomserve.platform.lending.ring.words import LINE_WORDS, Closed, ControlLine
 
 
 class AttentionServer:

@@ -11,14 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from loomserve.platform.lending.ring import native
-from loomserve.platform.lending.ring.ring import (
-    LINE_WORDS,
-    Closed,
-    ControlLine,
-    Ring,
-    RingPeer,
-    RingTask,
-)
+from loomserve.platform.lending.ring.ring import Ring, RingPeer
+from loomserve.platform.lending.ring.words import LINE_WORDS, Closed, ControlLine, RingTask
 
 YIELD_NS = 200_000
 """After so many nanoseconds a wait yields the core between two looks."""

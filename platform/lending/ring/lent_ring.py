@@ -13,7 +13,8 @@ import torch
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.held import hold
-from loomserve.platform.lending.ring.ring import LINE_WORDS, ControlLine, Ring, RingStats
+from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.ring.words import LINE_WORDS, ControlLine, RingStats
 
 _PAGE = 4096
 GRANTED, STATS = 0, 1

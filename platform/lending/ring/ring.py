@@ -54,7 +54,6 @@ argument), either the lender sees the task or the borrower sees that it must wak
 
 from __future__ import annotations
 
-import enum
 import errno
 import mmap
 import os
@@ -63,7 +62,6 @@ import shutil
 import struct
 import threading
 from io import FileIO
-from math import prod
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -71,92 +69,19 @@ import torch
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.files import replacing
+from loomserve.platform.lending.ring.fields import Fields, nbytes_of, views
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.held import hold
+from loomserve.platform.lending.ring.words import LINE_WORDS, Closed, ControlLine, RingStats
 
 MAGIC = b"LoomRing"
 VERSION = 2
 
-LINE_WORDS = 16
 _PAGE = 4096
 # So that a counter that somebody spoiled does not outgrow its word.
 _MOST_COUNTED = 2**62 - 1
 _SUPERBLOCK = struct.Struct("<8sQQQQQQ")
 _BARRIER = threading.Lock()
-
-
-class Closed(enum.IntEnum):
-    """Why a ring is closed; a word that is none of these counts as FAILED."""
-
-    OPEN = 0
-    DRAINED = 1
-    """The loan has ended in good order."""
-    REVOKED = 2
-    """The lender took its memory back."""
-    TIMED_OUT = 3
-    """The borrower waited too long for a result."""
-    DIED = 4
-    """The process at the other end is gone."""
-    REFUSED = 5
-    """The borrower asked for what no borrower may."""
-    FAILED = 6
-    """The lender's attention raised an error; its log has it."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> Closed:
-        return cls.FAILED
-
-
-class ControlLine(enum.IntEnum):
-    """The control lines; in brackets stands what their words hold after the first."""
-
-    GRANTED = 0
-    WANTED = 1
-    VACATED = 2
-    CLOSED = 3
-    BORROWER = 4
-    """pid [time of the last beat, ns]"""
-    LENDER = 5
-    """pid [time of the last beat, ns]"""
-    STEP = 6
-    """number of the step [requests, tokens, what is to be done (:class:`RingTask`)]"""
-    POSTED = 7
-    """number of the last task posted [layer, time of the post, ns]"""
-    DONE = 8
-    """number of the last task done"""
-    SLEEPING = 9
-    """1 while a post must wake the lender"""
-    BORROWER_STATS = 10
-    LENDER_STATS = 11
-
-
-class RingTask(enum.IntEnum):
-    """What the tasks of a step do. In a step that copies, ``requests`` counts blocks."""
-
-    ATTEND = 0
-    WRITE = 1
-    """Copy blocks into the lender's memory."""
-    READ = 2
-    """Copy blocks out of it."""
-
-
-class RingStats(NamedTuple):
-    """Counts of a ring's tasks but for copies, and their times in ns. ``tasks`` to ``wait_max_ns``
-    are the borrower's: waits last until a result was copied out. The others are the lender's:
-    ``pickup_ns`` passed between post and begin of service."""
-
-    tasks: int
-    post_ns: int
-    wait_ns: int
-    wait_max_ns: int
-    polled: int
-    idled: int
-    service_ns: int
-    pickup_ns: int
-
-    def since(self, before: RingStats) -> RingStats:
-        """How much each has grown; 0 where it shrank, which no end in order lets happen."""
-        return RingStats(*(max(0, now - then) for now, then in zip(self, before, strict=True)))
 
 
 class Areas(NamedTuple):
@@ -204,7 +129,8 @@ class Ring:
         lines = memoryview(self._mapping)[_PAGE : _PAGE + len(ControlLine) * LINE_WORDS * 8]
         self.words = lines.cast("q")
         self._closed = Closed.OPEN
-        self.areas = Areas(*(self._tensor(*area) for area in superblock.areas()))
+        memory = torch.frombuffer(self._mapping, dtype=torch.uint8, offset=_PAGE)
+        self.areas = Areas(**views(superblock.areas(), memory, _PAGE))
 
     @classmethod
     def create(
@@ -342,10 +268,6 @@ class Ring:
         )
         return key, value
 
-    def _tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        flat = torch.frombuffer(self._mapping, dtype=dtype, count=prod(shape), offset=offset)
-        return flat.view(shape)
-
 
 class RingPeer:
     """The worker at the other end of a ring; both share a PID namespace."""
@@ -385,43 +307,32 @@ class _Superblock(NamedTuple):
     max_requests: int
     max_blocks: int
 
-    def areas(self) -> list[tuple[int, torch.dtype, tuple[int, ...]]]:
-        """Offset, type and shape of the areas, in :class:`Areas`' order."""
+    def areas(self) -> Fields:
+        """Type and shape of the areas, which begin behind the first page."""
         geometry, tokens, requests = self.geometry, self.max_tokens, self.max_requests
         dtype: torch.dtype = getattr(torch, geometry.dtype)
-        queries = (tokens, geometry.query_heads, geometry.head_size)
-        keys = (tokens, geometry.kv_heads, geometry.head_size)
-        placed: list[tuple[int, torch.dtype, tuple[int, ...]]] = []
-        offset = _PAGE
-        for kind, shape in (
-            (torch.int64, (len(ControlLine), LINE_WORDS)),
-            (torch.int32, (requests + 1,)),
-            (torch.int32, (requests,)),
-            (torch.int32, (requests, self.max_blocks)),
-            (torch.int64, (tokens,)),
-            (dtype, queries),
-            (dtype, keys),
-            (dtype, keys),
-            (dtype, queries),
-        ):
-            placed.append((offset, kind, shape))
-            offset += _in_pages(shape, kind)
-        return placed
+        queries = (dtype, (tokens, geometry.query_heads, geometry.head_size))
+        keys = (dtype, (tokens, geometry.kv_heads, geometry.head_size))
+        return {
+            "control": (torch.int64, (len(ControlLine), LINE_WORDS)),
+            "query_start_loc": (torch.int32, (requests + 1,)),
+            "seq_lens": (torch.int32, (requests,)),
+            "block_table": (torch.int32, (requests, self.max_blocks)),
+            "slot_mapping": (torch.int64, (tokens,)),
+            "query": queries,
+            "key": keys,
+            "value": keys,
+            "output": queries,
+        }
 
     @property
     def nbytes(self) -> int:
-        offset, dtype, shape = self.areas()[-1]
-        return offset + _in_pages(shape, dtype)
+        return _PAGE + nbytes_of(self.areas(), _PAGE)
 
     def pack(self) -> bytes:
         text = self.geometry.to_json().encode()
         sizes = (self.max_tokens, self.max_requests, self.max_blocks)
         return _SUPERBLOCK.pack(MAGIC, VERSION, self.nbytes, *sizes, len(text)) + text
-
-
-def _in_pages(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    size: int = prod(shape) * dtype.itemsize
-    return -(-size // _PAGE) * _PAGE
 
 
 def _superblock(path: Path, file: FileIO) -> _Superblock:

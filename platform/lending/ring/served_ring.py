@@ -10,7 +10,8 @@ from torch import Tensor
 
 from loomserve.platform.lending.policy.layout import Rows
 from loomserve.platform.lending.ring.lent_ring import STATS, LentRing
-from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, ControlLine, RingPeer, RingTask
+from loomserve.platform.lending.ring.ring import RingPeer
+from loomserve.platform.lending.ring.words import LINE_WORDS, Closed, ControlLine, RingTask
 
 POLLED, IDLED, SERVICE_NS, PICKUP_NS = range(4)
 """The lender's counters."""

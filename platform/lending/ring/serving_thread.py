@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager
 from typing import Generic, Protocol, TypeVar
 
 from loomserve.platform.lending.ring.lent_ring import LentRing
-from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, ControlLine, RingPeer
+from loomserve.platform.lending.ring.ring import RingPeer
+from loomserve.platform.lending.ring.words import LINE_WORDS, Closed, ControlLine
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from loomserve.platform.lending.engine.shards.migration import MigrationPhase, S
 from loomserve.platform.lending.policy.limits import LoanPhase
 from loomserve.platform.lending.policy.partition_choice import move
 from loomserve.platform.lending.policy.partition_costs import PartitionCosts
-from loomserve.platform.lending.ring.ring import Closed
+from loomserve.platform.lending.ring.words import Closed
 from loomserve.platform.state.lending_options import LendingOptions
 
 

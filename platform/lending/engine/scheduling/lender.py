@@ -23,7 +23,7 @@ from loomserve.platform.lending.policy.budget import IDLE, LenderStepTimes, Serv
 from loomserve.platform.lending.policy.layout import Layout, borrower_blocks, lender_blocks
 from loomserve.platform.lending.policy.limits import LoanLimit, LoanPhase, Observation, Rules, after
 from loomserve.platform.lending.ring.lent_ring import LentRing
-from loomserve.platform.lending.ring.ring import Closed, RingStats
+from loomserve.platform.lending.ring.words import Closed, RingStats
 from loomserve.platform.state.lending_options import LendingOptions
 
 _JUDGE_EVERY_S = 0.5

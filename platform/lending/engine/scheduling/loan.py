@@ -10,7 +10,8 @@ from loomserve.platform.lending.engine.scheduling.partition_use import Partition
 from loomserve.platform.lending.engine.shards.migration import ShardMigration
 from loomserve.platform.lending.policy.limits import LoanLimit, Observation, after
 from loomserve.platform.lending.policy.partition_costs import PartitionCosts
-from loomserve.platform.lending.ring.ring import Ring, RingStats
+from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.ring.words import RingStats
 
 Copy = Callable[[list[tuple[int, int]]], bool]
 """Copies each pair's first block onto its second; False if a lender's ring has closed."""

@@ -13,7 +13,7 @@ from loomserve.platform.lending.engine.memory.lent import keys_and_values
 from loomserve.platform.lending.engine.memory.mapped import AddressSpace
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
-from loomserve.platform.lending.ring.ring import RingTask
+from loomserve.platform.lending.ring.words import RingTask
 
 
 def room(blocks: int, shares: int, remote: int, freed: int = 0) -> int:

@@ -86,16 +86,6 @@ def wait(name: str, rows: int, shape: TaskShape) -> Answer:
     output = torch.full((rows, shape.query_heads, shape.head_size), torch.nan, dtype=shape.dtype)
     begin = time.monotonic()
     _borrowers[name].wait(output)
-    return _answer(name, output, begin)
-
-
-def wait_and_merge(name: str, output: torch.Tensor, lse: torch.Tensor) -> Answer:
-    begin = time.monotonic()
-    _borrowers[name].wait_and_merge(output, lse)
-    return _answer(name, output, begin)
-
-
-def _answer(name: str, output: torch.Tensor, begin: float) -> Answer:
     answered = bool(_borrowers[name].state[ANSWERED.value])
     return Answer(answered, output, time.monotonic() - begin)
 

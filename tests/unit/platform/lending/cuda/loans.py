@@ -104,17 +104,17 @@ class Loan:
     def whole(self, layer: int, query: torch.Tensor, step: Step) -> torch.Tensor:
         """Attention of the step's rows over what the caches hold now, by torch, in float32."""
         return torch.stack([
-            attention(query[row], *self.context(layer, step, request, end), self.shape.scale)[0]
+            attention(query[row], *self.context(layer, step, request, end), self.shape.scale)
             for row, (request, end) in enumerate(contexts(step))
         ])  # fmt: skip
 
     def context(
-        self, layer: int, step: Step, request: int, end: int, first: int = 0
+        self, layer: int, step: Step, request: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [kv_heads, tokens, head_size] of tokens ``first`` to ``end``."""
+        """Keys and values [kv_heads, tokens, head_size] of all tokens before ``end``."""
         blocks = step.block_table[request].long()
         key, value = (
-            cache[blocks].transpose(0, 1).flatten(1, 2)[:, first:end].float()
+            cache[blocks].transpose(0, 1).flatten(1, 2)[:, :end].float()
             for cache in self.caches[layer]
         )
         return key, value
@@ -132,12 +132,12 @@ def contexts(step: Step) -> list[tuple[int, int]]:
 
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [query_heads, head_size] and lse [query_heads] of one row."""
+) -> torch.Tensor:
+    """Output [query_heads, head_size] of one row."""
     group = len(query) // len(key)
     key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
     logits = torch.einsum("hd,htd->ht", query.float(), key) * scale
-    return torch.einsum("ht,htd->hd", logits.softmax(-1), value), logits.logsumexp(-1)
+    return torch.einsum("ht,htd->hd", logits.softmax(-1), value)
 
 
 def step_of(lens: list[int], added: list[int]) -> Step:

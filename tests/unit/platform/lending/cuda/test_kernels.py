@@ -18,15 +18,13 @@ from loomserve.platform.lending.cuda.buffer import (
     TaskShape,
 )
 from tests.unit.platform.lending.cuda import ends
-from tests.unit.platform.lending.cuda.ends import PATIENCE_S, Step
+from tests.unit.platform.lending.cuda.ends import PATIENCE_S
 from tests.unit.platform.lending.cuda.loans import (
     GRANTED,
     SHAPE,
     TWO,
     Loan,
     Processes,
-    attention,
-    contexts,
     rows_of,
     step_of,
 )
@@ -66,38 +64,6 @@ def test_in_half_precision_an_answer_is_as_near_as_its_mantissa(processes: Proce
     torch.testing.assert_close(
         output.float(), loan.whole(1, rows.query, step), rtol=2**-10, atol=2**-10
     )
-
-
-@pytest.mark.parametrize("cut", [0, 1, 37])
-def test_two_parts_of_a_context_merge_to_the_whole(loan: Loan, cut: int) -> None:
-    """The first ``cut`` tokens of a request are at home, the rest with the lender."""
-    step, scale = step_of([40], [1]), SHAPE.scale
-    far = Step(step.query_start_loc, step.seq_lens - cut, step.block_table, step.slot_mapping)
-    rows, tokens = rows_of(step), 40 - cut
-    far.slot_mapping[0] = int(step.block_table[0, (tokens - 1) // 16]) * 16 + (tokens - 1) % 16
-    home = torch.randn(2, SHAPE.kv_heads, cut, SHAPE.head_size)
-    output, lse = attention(rows.query[0], home[0], home[1], scale)
-    loan.begin(far)
-    loan.post(0, rows)
-    loan.lender(ends.serve)
-    answer = loan.processes.at_borrower(
-        ends.wait_and_merge, loan.name, output[None].nan_to_num(), lse[None]
-    ).result()
-    there = loan.context(0, far, 0, tokens)
-    both = [torch.cat(parts, 1) for parts in zip(home, there, strict=True)]
-    whole, _ = attention(rows.query[0], both[0], both[1], scale)
-    torch.testing.assert_close(answer.output[0], whole, rtol=0, atol=2e-6)
-
-
-def test_lse_is_the_logarithm_of_the_sum_of_all_weights(loan: Loan) -> None:
-    step = step_of(*TWO)
-    rows = rows_of(step)
-    loan.begin(step)
-    loan.post(2, rows)
-    loan.lender(ends.serve)
-    for row, (request, end) in enumerate(contexts(step)):
-        _, lse = attention(rows.query[row], *loan.context(2, step, request, end), SHAPE.scale)
-        torch.testing.assert_close(loan.buffer.lse[row], lse, rtol=0, atol=2e-6)
 
 
 def test_a_lender_that_is_late_is_given_up_and_its_answer_is_nobodys(processes: Processes) -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from triton.runtime.interpreter import InterpretedFunction
 
+from benchmarks.gpu.host import HostMemory
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.lending.cuda.kernel import INTERPRETED
-from loomserve.platform.lending.device.memory import HostMemory
 from loomserve.platform.lending.device.server import Form, kernel_leaf
 from loomserve.platform.lending.engine.attention import LendingContext
 from loomserve.platform.lending.engine.block_partitions import Partitions
@@ -27,7 +27,7 @@ from loomserve.platform.lending.engine.memory.mapped import MappedMemory
 from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.ring.geometry import GPU, Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
-from loomserve.platform.lending.ring.ring import Closed
+from loomserve.platform.lending.ring.words import Closed
 
 OWN_BLOCKS, LENT_BLOCKS, LENDER = 4, 6, 1
 GEOMETRY = Geometry(
@@ -88,7 +88,7 @@ class Lender:
         self.server = kernel_leaf(HostMemory(), Form(form)).server()
         self.context = LendingContext()
         self.worker = LenderWorker(self.context, self.server, self.kv, nn.Module())
-        self.worker.look_for_tasks("operators" if form == Form.POLLS else "steps")
+        self.worker.look_for_tasks("steps")
 
     def lend(self, granted: int, asked: dict[str, Any]) -> None:
         self.worker.lend(self.path, 0, LENT_BLOCKS, asked)
@@ -223,23 +223,6 @@ def counted() -> tuple[int, int]:
         if served >= stats.tasks or time.monotonic() > end:
             return stats.tasks, served
         time.sleep(0.01)
-
-
-def begins_a_step() -> None:
-    _lenders[-1].server.busy()
-
-
-def polls_within_it() -> int:
-    """Look for tasks, as attention does, until one has come; returns how many were served so."""
-    lender = _lenders[-1]
-    end = time.monotonic() + PATIENCE_S
-    posted = False
-    while not posted and time.monotonic() < end:
-        posted = lender.scheduler.stats().tasks > 0
-        assert lender.context.poll is not None
-        lender.context.poll()
-    lender.server.idle()
-    return lender.scheduler.stats().polled
 
 
 def is_dead() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="Triton, which interprets the kernels, is not installed")
 
 from loomserve.platform.lending.engine.block_partitions import OWN
-from loomserve.platform.lending.ring.ring import Closed
+from loomserve.platform.lending.ring.words import Closed
 from tests.unit.platform.lending.device import interpreted
 from tests.unit.platform.lending.device.interpreted import GEOMETRY, LENDER, LENT_BLOCKS, OWN_BLOCKS
 
@@ -31,11 +31,7 @@ class Ends:
             pool.submit(int).result()
 
     def borrower(self, function: Any, *arguments: Any) -> Any:
-        return self.begin(function, *arguments).result()
-
-    def begin(self, function: Any, *arguments: Any) -> Future[Any]:
-        """The same without waiting for it."""
-        return self._borrower.submit(function, *arguments)
+        return self._borrower.submit(function, *arguments).result()
 
     def lender(self, function: Any, *arguments: Any, **named: Any) -> Any:
         return self._lender.submit(function, *arguments, **named).result()
@@ -61,7 +57,7 @@ def ends() -> Iterator[Ends]:
         both.end()
 
 
-@pytest.mark.parametrize("form", ["stream", "polls", "resident"])
+@pytest.mark.parametrize("form", ["stream", "resident"])
 def test_blocks_that_moved_are_attended_to_and_come_back(
     ends: Ends, tmp_path: Path, form: str
 ) -> None:
@@ -69,12 +65,7 @@ def test_blocks_that_moved_are_attended_to_and_come_back(
     pairs = [(0, OWN_BLOCKS + 2), (1, OWN_BLOCKS)]
     assert ends.borrower(interpreted.moves, OWN, LENDER, pairs)
     tokens = GEOMETRY.block_size + 5
-    if form == "polls":
-        ends.lender(interpreted.begins_a_step)
-    apart = ends.begin(interpreted.how_far_apart, [2, 0], [0, 1], tokens)
-    if form == "polls":
-        assert ends.lender(interpreted.polls_within_it) == 1
-    assert apart.result() < 2e-6
+    assert ends.borrower(interpreted.how_far_apart, [2, 0], [0, 1], tokens) < 2e-6
     assert ends.lender(interpreted.counted) == (1, 1)
     assert ends.borrower(interpreted.moves, LENDER, OWN, [(OWN_BLOCKS + 2, 3)])
     assert ends.borrower(interpreted.are_equal, 0, 3)

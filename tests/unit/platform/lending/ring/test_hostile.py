@@ -15,7 +15,8 @@ from loomserve.platform.lending.policy.layout import PLAIN, Rows
 from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.lent_ring import LentRing
-from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, ControlLine, Ring, RingTask
+from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.ring.words import LINE_WORDS, Closed, ControlLine, RingTask
 from tests.unit.platform.lending.ring.test_ring import (
     ABREAST,
     BLOCK,

@@ -34,7 +34,8 @@ from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import ITEM_BYTES, Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
-from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, ControlLine, Ring, RingTask
+from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.ring.words import LINE_WORDS, Closed, ControlLine, RingTask
 from tests.unit.stopping import stop
 from tests.waiting import PATIENCE_S
 

@@ -21,7 +21,8 @@ from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
-from loomserve.platform.lending.ring.ring import Closed, Ring
+from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.ring.words import Closed
 from tests.unit.platform.lending.ring.test_ring import IMPLEMENTATIONS, implemented, shm, started
 from tests.waiting import PATIENCE_S
 

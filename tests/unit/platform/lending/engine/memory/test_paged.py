@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from loomserve.platform.lending.device.pages import HostPages
+from benchmarks.gpu.host import HostPages
 from loomserve.platform.lending.engine.memory.paged import PagedMemory
 
 PAGE = mmap.PAGESIZE

@@ -15,7 +15,8 @@ from loomserve.platform.lending.engine.scheduling.borrower import BorrowerHooks
 from loomserve.platform.lending.engine.scheduling.loan import Loan
 from loomserve.platform.lending.engine.shards.migration import ShardMigration
 from loomserve.platform.lending.policy.limits import Rules, first
-from loomserve.platform.lending.ring.ring import Closed, Ring
+from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.ring.words import Closed
 from loomserve.platform.state.lending_options import LendingOptions
 from tests.unit.platform.lending.engine.scheduling.scheduled import (
     SIZE,

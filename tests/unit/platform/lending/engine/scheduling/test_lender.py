@@ -16,7 +16,8 @@ from loomserve.platform.lending.engine.scheduling.lender import LenderHooks, Len
 from loomserve.platform.lending.messages import LentReport
 from loomserve.platform.lending.policy.layout import Layout
 from loomserve.platform.lending.ring.lent_ring import LentRing
-from loomserve.platform.lending.ring.ring import Closed, Ring
+from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.ring.words import Closed
 from loomserve.platform.state.lending_options import LendingOptions
 from tests.unit.platform.lending.engine.scheduling.scheduled import (
     GEOMETRY,

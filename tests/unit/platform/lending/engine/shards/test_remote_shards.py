@@ -25,7 +25,7 @@ from loomserve.platform.lending.engine.shards.layers import (
 )
 from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.ring.geometry import Geometry
-from loomserve.platform.lending.ring.ring import RingTask
+from loomserve.platform.lending.ring.words import RingTask
 
 LAYERS, SIZE, HEAD, GROUP = 3, 4, 2, 2
 HEAD_BYTES = 2 * SIZE * HEAD * 4

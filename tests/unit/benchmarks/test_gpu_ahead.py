@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton, which compiles the kernels, is not installed")
 
-from loomserve.platform.lending.cuda.ahead import compiled
+from benchmarks.gpu.ahead import compiled
 from loomserve.platform.lending.cuda.buffer import TaskShape
 
 pytestmark = pytest.mark.heavy
@@ -30,7 +30,7 @@ LLAMA_3_8B = TaskShape(
 
 
 KERNELS = {
-    "post_rows", "wait_for_answer", "fetch_rows", "merge_rows",
+    "post_rows", "wait_for_answer", "fetch_rows",
     "poll_task", "write_rows", "attend_rows", "serve_tasks",
 }  # fmt: skip
 

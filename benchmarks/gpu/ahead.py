@@ -40,7 +40,7 @@ def compiled(shape: TaskShape, capability: int, abreast: int = 1) -> dict[str, A
 
     # Memory without content, as kernels depend on types and alignment alone.
     buffer = TaskBuffer.allocate(shape, "meta", "meta")
-    DeviceBorrower(shape, buffer, patience_s=1.0).compile(launch, merge=True)
+    DeviceBorrower(shape, buffer, patience_s=1.0).compile(launch)
     size = ((abreast - 1) * _APART + 1, shape.kv_heads, shape.block_size, shape.head_size)
     cache = torch.empty(size, dtype=shape.dtype, device="meta")
     lender = DeviceLender(
