@@ -10,6 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from loomserve.platform.lending.policy.slicing import SlicingPlan
+from loomserve.platform.state import ShardState
+
 EngineRpc = Callable[..., Awaitable[Any]]
 """Calls a method of the engine's ``EngineLoanCalls`` between two steps, by name."""
 
@@ -53,17 +56,26 @@ class LendAnswer(_Message):
     blocks: int = Field(description="KV blocks of the borrower's that may come to lie there.")
 
 
-class ShardReport(_Message):
-    """How far a shard has moved; see :class:`loomserve.platform.state.ShardState`."""
+class TaskCounts(_Message):
+    """Of a loan's tasks, as its engine reads them from the ring
+    (:class:`~loomserve.platform.lending.ring.words.RingStats`); times are in ns."""
 
-    phase: str
-    pause_s: float
-    copied_bytes: int
-    why: str = ""
+    tasks: int = 0
+    post_ns: int = 0
+    wait_ns: int = 0
+    wait_max_ns: int = 0
+    polled: int = Field(0, description="Tasks computed within the lender's steps.")
+    idled: int = Field(0, description="Tasks computed while the lender had nothing to do.")
+    service_ns: int = 0
+    pickup_ns: int = 0
+
+    @property
+    def served(self) -> int:
+        return self.polled + self.idled
 
 
-class LoanReport(_Message):
-    """One loan, as the borrower's engine counts it: blocks are its own, times in ns."""
+class LoanReport(TaskCounts):
+    """One loan, as the borrower's engine counts it: blocks are its own."""
 
     name: str
     partition: int
@@ -72,14 +84,8 @@ class LoanReport(_Message):
     requests: int
     open: bool
     phase: str
-    shard: ShardReport | None
+    shard: ShardState | None = Field(description="How far it has moved, whichever it is.")
     most_tokens: int
-    tasks: int
-    post_ns: int
-    wait_ns: int
-    wait_max_ns: int
-    pickup_ns: int
-    service_ns: int
 
 
 class BorrowerReport(_Message):
@@ -92,33 +98,16 @@ class BorrowerReport(_Message):
     loans: tuple[LoanReport, ...]
 
 
-class SlicingReport(_Message):
-    """How the lender's operators are sliced in one kind of step."""
-
-    slices: dict[str, int] = Field(description="By operator.")
-    wait_before_s: float = Field(description="Predicted mean wait of a task with no slices.")
-    wait_after_s: float
-    overhead_s: float = 0.0
-
-
-class LentReport(_Message):
-    """One loan, as the lender's engine counts it: blocks are its own, times in ns."""
+class LentReport(TaskCounts):
+    """One loan, as the lender's engine counts it: blocks are its own."""
 
     name: str
     blocks: int
     most_blocks: int
     taken_back_blocks: int
     closed: str = Field(description="Why the task ring is closed; OPEN while it is not.")
-    slicing: dict[str, SlicingReport] = Field(description="By kind of step.")
-    polled: int = Field(description="Tasks computed within the lender's steps.")
-    idled: int = Field(description="Tasks computed while the lender had nothing to do.")
-    service_ns: int
-    pickup_ns: int
+    slicing: dict[str, SlicingPlan] = Field(description="By kind of step.")
 
     @property
     def is_open(self) -> bool:
         return self.closed == "OPEN"
-
-    @property
-    def tasks(self) -> int:
-        return self.polled + self.idled

@@ -31,7 +31,7 @@ from loomserve.platform.engine import footprint
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.http.exposition import merge, split_gauges
 from loomserve.platform.lending import metrics as lending
-from loomserve.platform.lending.messages import LentReport, LoanReport, ShardReport
+from loomserve.platform.lending.messages import LentReport, LoanReport
 from loomserve.platform.lending.metrics import LendingMetrics
 from loomserve.platform.rebalancing.metrics import RebalancingMetrics
 from loomserve.platform.rebalancing.plans.reports import (
@@ -55,6 +55,7 @@ from loomserve.platform.state import (
     KvState,
     ModelStatus,
     OfflineModelState,
+    ShardState,
 )
 from loomserve.platform.usage.files import UsageRecord
 from loomserve.platform.usage.meter import UsageMetrics
@@ -483,8 +484,8 @@ def borrowed(name: str = "loan-1", **changes: Any) -> LoanReport:
     return loan.model_copy(update=changes)
 
 
-def shard(phase: str, copied_bytes: int) -> ShardReport:
-    return ShardReport(phase=phase, pause_s=0.25, copied_bytes=copied_bytes)
+def shard(phase: str, copied_bytes: int) -> ShardState:
+    return ShardState(phase=phase, pause_s=0.25, copied_bytes=copied_bytes)
 
 
 def lent(name: str = "loan-1") -> LentReport:

@@ -45,7 +45,7 @@ class SlicingPlan:
     slices: Mapping[str, int]  # by operator's name
     wait_before_s: float  # mean delay of a task with all operators whole
     wait_after_s: float
-    overhead_s: float  # what the slices add to a step of the lender
+    overhead_s: float = 0.0  # what the slices add to a step of the lender
 
 
 def expected_wait(operator_s: Sequence[float], local_s: float, service_s: float) -> float:

@@ -20,9 +20,9 @@ from loomserve.platform.lending.messages import (
     LendAnswer,
     LendRequest,
     LentReport,
-    SlicingReport,
 )
 from loomserve.platform.lending.metrics import LendingMetrics
+from loomserve.platform.lending.policy.slicing import SlicingPlan
 from loomserve.platform.state import LentState, SlicingState
 
 _MISSES = 6
@@ -120,21 +120,19 @@ class LoanEndpoint:
             blocks=lent.blocks,
             most_blocks=lent.most_blocks,
             taken_back_blocks=lent.taken_back_blocks,
-            tasks=lent.tasks,
-            wait_us=lent.pickup_ns / 1000 / max(1, lent.tasks),
-            service_us=lent.service_ns / 1000 / max(1, lent.tasks),
-            slicing={kind: _slicing(report) for kind, report in lent.slicing.items()},
+            tasks=lent.served,
+            wait_us=lent.pickup_ns / 1000 / max(1, lent.served),
+            service_us=lent.service_ns / 1000 / max(1, lent.served),
+            slicing={kind: _slicing(plan) for kind, plan in lent.slicing.items()},
         )
 
 
-def _slicing(report: SlicingReport) -> SlicingState:
+def _slicing(plan: SlicingPlan) -> SlicingState:
     return SlicingState(
         # All layers' operators of a name are alike, so they are sliced alike.
-        slices={
-            name.rpartition(".")[2]: count for name, count in report.slices.items() if count > 1
-        },
-        wait_whole_us=1e6 * report.wait_before_s,
-        wait_us=1e6 * report.wait_after_s,
+        slices={name.rpartition(".")[2]: count for name, count in plan.slices.items() if count > 1},
+        wait_whole_us=1e6 * plan.wait_before_s,
+        wait_us=1e6 * plan.wait_after_s,
     )
 
 

@@ -33,7 +33,6 @@ from loomserve.platform.lending.messages import (
     EngineRpc,
     LendRequest,
     LoanReport,
-    ShardReport,
 )
 from loomserve.platform.lending.metrics import LendingMetrics
 from loomserve.platform.lending.ring.held import is_held
@@ -289,16 +288,16 @@ class LoanReconciler:
         )
 
 
-def _home(loan: LoanReport) -> ShardReport | None:
+def _home(loan: LoanReport) -> ShardState | None:
     """The loan's shard if it came home though nobody asked for it: its lender had no room for it,
     or was slow."""
     return loan.shard if loan.shard is not None and loan.shard.phase == "home" else None
 
 
-def _shard(loan: _Loan, report: ShardReport | None) -> ShardState | None:
-    if report is None or loan.shard is None:
+def _shard(loan: _Loan, moved: ShardState | None) -> ShardState | None:
+    if moved is None or loan.shard is None:
         return None
-    return ShardState(**loan.shard, **report.model_dump())
+    return ShardState.model_validate({**moved.model_dump(), **loan.shard})
 
 
 def remove_left_rings(folder: Path) -> None:

@@ -12,7 +12,7 @@ from loomserve.platform.lending.engine.scheduling.borrower import BorrowerHooks
 from loomserve.platform.lending.engine.scheduling.lender import LenderHooks, Lent
 from loomserve.platform.lending.engine.scheduling.loan import Loan
 from loomserve.platform.lending.engine.shards.migration import ShardMigration
-from loomserve.platform.lending.messages import BorrowerReport, LentReport, LoanReport, ShardReport
+from loomserve.platform.lending.messages import BorrowerReport, LentReport, LoanReport
 from loomserve.platform.lending.policy.layout import Layout
 from loomserve.platform.lending.policy.limits import LoanLimit, Rules, first
 from loomserve.platform.lending.ring.geometry import Geometry
@@ -144,7 +144,6 @@ class EngineLoanCalls:
         return first(rules, time.perf_counter())
 
     def _report(self, loan: Loan) -> LoanReport:
-        stats = loan.ring.stats()
         return LoanReport(
             name=loan.name,
             partition=loan.partition,
@@ -153,14 +152,9 @@ class EngineLoanCalls:
             requests=len(self._borrower.use.running_on(loan.partition)),
             open=loan.open,
             phase=str(loan.limit.phase),
-            shard=ShardReport(**loan.shard.state()) if loan.shard is not None else None,
+            shard=loan.shard.state() if loan.shard is not None else None,
             most_tokens=loan.limit.tokens,
-            tasks=stats.tasks,
-            post_ns=stats.post_ns,
-            wait_ns=stats.wait_ns,
-            wait_max_ns=stats.wait_max_ns,
-            pickup_ns=stats.pickup_ns,
-            service_ns=stats.service_ns,
+            **loan.ring.stats()._asdict(),
         )
 
     # Of a lender
@@ -203,7 +197,6 @@ class EngineLoanCalls:
         return [self._lent_report(lent).model_dump() for lent in self._lender.lent.values()]
 
     def _lent_report(self, lent: Lent) -> LentReport:
-        stats = lent.ring.stats()
         return LentReport(
             name=lent.name,
             blocks=lent.held,
@@ -211,8 +204,5 @@ class EngineLoanCalls:
             taken_back_blocks=lent.taken_back,
             closed=lent.ring.closed.name,
             slicing=self._lender.plans,
-            polled=stats.polled,
-            idled=stats.idled,
-            service_ns=stats.service_ns,
-            pickup_ns=stats.pickup_ns,
+            **lent.ring.stats()._asdict(),
         )

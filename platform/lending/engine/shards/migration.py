@@ -26,6 +26,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from loomserve.platform.engine.scheduler_calls import WorkerCall
 from loomserve.platform.lending.engine.block_partitions import OWN, PartitionedPool, Partitions
+from loomserve.platform.state import ShardState
 
 _COPY_SHARE = 0.2
 """Share of a step's time that copies beside it may add."""
@@ -89,13 +90,14 @@ class ShardMigration:
         """Blocks of the lender's in use, from the first on."""
         return 0 if self.phase is MigrationPhase.HOME else self._own + self.usable
 
-    def state(self) -> dict[str, Any]:
-        return {
-            "phase": str(self.phase),
-            "pause_s": self.pause_s,
-            "copied_bytes": self.copied_blocks * self._block_bytes,
-            "why": str(self.why),
-        }
+    def state(self) -> ShardState:
+        """How far it has moved; of which heads or layers it is, this does not know."""
+        return ShardState(
+            phase=str(self.phase),
+            pause_s=self.pause_s,
+            copied_bytes=self.copied_blocks * self._block_bytes,
+            why=str(self.why),
+        )
 
     def fits(self, granted: int) -> bool:
         """Whether the lender has room for the shard of the own blocks, even if for no more."""
