@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from benchmarks.gpu.host import HostMemory, HostPages
-from loomserve.platform.lending.device.server import Form, kernel_leaf
+from loomserve.platform.lending.device.server import kernel_leaf
 from loomserve.platform.lending.engine.attention import AttendsRemotely
 from loomserve.platform.lending.engine.cpu_attention import RemoteAttentionBackend
 from loomserve.platform.lending.engine.cpu_worker import (
@@ -46,7 +46,7 @@ class InterpretedWorker(RemoteAttentionWorker):
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.InterpretedBackend")
 
     def leaf(self) -> Leaf:
-        return kernel_leaf(HostMemory(), Form(self._options.gpu_form))
+        return kernel_leaf(HostMemory(), resident=self._options.gpu_form == "resident")
 
     def isa(self, layer: Any) -> str:
         return GPU

@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from enum import StrEnum
 from functools import partial
 
 import torch
@@ -27,38 +26,26 @@ STAY_S = 0.05
 """For so long the kernel that stays does; copies of blocks wait for its end."""
 
 
-class Form(StrEnum):
-    """How a lender's tasks are served."""
-
-    STREAM = "stream"
-    """By a thread."""
-    RESIDENT = "resident"
-    """By a kernel that stays."""
-
-
 class KernelServer:
     """A :class:`~loomserve.platform.lending.leaf.LenderEnd` in one of two forms.
 
     A thread serves tasks on a stream of the highest priority, whether the engine runs a step or
-    not. It looks for one by a kernel and queues what serves it (``STREAM``), or queues a kernel
-    that stays and does both (``RESIDENT``).
+    not. It looks for one by a kernel and queues what serves it, or (``resident``) queues a kernel
+    that stays and does both.
     """
 
-    def __init__(self, memory: SharedMemory, form: Form = Form.STREAM) -> None:
+    def __init__(self, memory: SharedMemory, *, resident: bool) -> None:
         self._memory = memory
-        self._form = form
+        self._stays_s = STAY_S if resident else None
         self._loans: dict[LentRing, KernelLoan] = {}
-        self._thread = ServingThread(self._loans, self._serving(form), SPIN_S)
+        # No method of the server's, so that the thread keeps none alive.
+        serve: Callable[[KernelLoan], int] = KernelLoan.serve
+        if resident:
+            serve = partial(KernelLoan.stay, seconds=STAY_S)
+        self._thread = ServingThread(self._loans, serve, SPIN_S)
         self._stream: torch.cuda.Stream | None = None
         # A thread that is in CUDA must not outlive Python.
         self._stop = weakref.finalize(self, self._thread.stop)
-
-    @staticmethod
-    def _serving(form: Form) -> Callable[[KernelLoan], int]:
-        # Of a thread, so that it keeps no server alive.
-        return (
-            partial(KernelLoan.stay, seconds=STAY_S) if form is Form.RESIDENT else KernelLoan.serve
-        )
 
     def poll(self) -> int:
         """Nothing: the thread looks for tasks within steps, too."""
@@ -80,7 +67,7 @@ class KernelServer:
         if layers is not None:
             raise ValueError("layers are lent between CPU devices only")
         loan = KernelLoan(ring, caches, self._memory, rows)
-        loan.compile(STAY_S if self._form is Form.RESIDENT else None)
+        loan.compile(self._stays_s)
         ring.words[ControlLine.LENDER * LINE_WORDS] = os.getpid()
         with self._thread.lock:
             self._loans[ring] = loan
@@ -119,10 +106,10 @@ def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     return current
 
 
-def kernel_leaf(memory: SharedMemory, form: Form = Form.STREAM) -> Leaf:
+def kernel_leaf(memory: SharedMemory, *, resident: bool = False) -> Leaf:
     """Kernels between devices of one kind, over memory that both ends map."""
     return Leaf(
         borrower=lambda path, patience_s: KernelBorrower(Ring.attach(path), memory, patience_s),
-        server=lambda: KernelServer(memory, form),
+        server=lambda: KernelServer(memory, resident=resident),
         on_cpus=False,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -27,38 +28,36 @@ class StepLimits(TypedDict):
     max_blocks: int
 
 
+@dataclass(frozen=True)
 class BorrowerWorker:
     """Opens and closes the rings to lenders, each of which holds one partition."""
 
-    def __init__(
-        self, lending: LendingContext, kv: LocalKv, limits: StepLimits, leaf: Leaf
-    ) -> None:
-        self._lending = lending
-        self._kv = kv
-        self._limits = limits
-        self._leaf = leaf
+    lending: LendingContext
+    kv: LocalKv
+    limits: StepLimits
+    leaf: Leaf
 
     def requirements(self) -> dict[str, Any]:
         """Return what a lender must know to keep some of this engine's requests."""
-        ranges = self._lending.partitions.ranges
+        ranges = self.lending.partitions.ranges
         return {
-            "geometry": self._kv.geometry.to_json(),
+            "geometry": self.kv.geometry.to_json(),
             "blocks": sum(len(each) for each in ranges[1:2]),
             "least": 1,
-            **self._limits,
+            **self.limits,
         }
 
     def borrow(self, partition: int, path: str) -> None:
-        lending = self._lending
-        lending.borrowers[partition] = self._leaf.borrower(Path(path), lending.patience_s)
+        lending = self.lending
+        lending.borrowers[partition] = self.leaf.borrower(Path(path), lending.patience_s)
 
     def end_loan(self, partition: int) -> None:
-        self._lending.borrowers.pop(partition).ring.close()
+        self.lending.borrowers.pop(partition).ring.close()
 
     def move_blocks(self, source: int, target: int, pairs: list[tuple[int, int]]) -> bool:
         """Copy each pair's first block, of ``source``, onto its second, of ``target``; False if a
         lender's ring has closed, and some are not copied."""
-        rings = [self._lending.borrowers[each].ring for each in (source, target) if each != OWN]
+        rings = [self.lending.borrowers[each].ring for each in (source, target) if each != OWN]
         most = min(ring.most_copied for ring in rings)
         batches = (pairs[at : at + most] for at in range(0, len(pairs), most))
         return all(self._move_some(source, target, batch) for batch in batches)
@@ -66,7 +65,7 @@ class BorrowerWorker:
     def _move_some(self, source: int, target: int, pairs: Sequence[tuple[int, int]]) -> bool:
         sources = self._begin(source, [pair[0] for pair in pairs], RingTask.READ)
         targets = self._begin(target, [pair[1] for pair in pairs], RingTask.WRITE)
-        for layer in range(len(self._kv.caches)):
+        for layer in range(len(self.kv.caches)):
             rows = self._read(source, sources, layer)
             if rows is None or not self._write(target, targets, layer, rows):
                 return False
@@ -74,21 +73,21 @@ class BorrowerWorker:
 
     def _begin(self, partition: int, blocks: Sequence[int], task: RingTask) -> list[int]:
         """Return the blocks in the partition's own numbering, once its lender knows them."""
-        here = [block - self._lending.partitions.ranges[partition].start for block in blocks]
+        here = [block - self.lending.partitions.ranges[partition].start for block in blocks]
         if partition != OWN:
-            self._lending.borrowers[partition].begin_copy(here, task)
+            self.lending.borrowers[partition].begin_copy(here, task)
         return here
 
     def _read(self, partition: int, blocks: list[int], layer: int) -> Rows | None:
         if partition != OWN:
-            return self._lending.borrowers[partition].read(layer, self._lending.patience_s)
-        key, value = keys_and_values(self._kv.caches[layer], self._kv.geometry)
+            return self.lending.borrowers[partition].read(layer, self.lending.patience_s)
+        key, value = keys_and_values(self.kv.caches[layer], self.kv.geometry)
         return key[blocks], value[blocks]
 
     def _write(self, partition: int, blocks: list[int], layer: int, rows: Rows) -> bool:
         if partition != OWN:
-            return self._lending.borrowers[partition].write(layer, *rows, self._lending.patience_s)
-        own = keys_and_values(self._kv.caches[layer], self._kv.geometry)
+            return self.lending.borrowers[partition].write(layer, *rows, self.lending.patience_s)
+        own = keys_and_values(self.kv.caches[layer], self.kv.geometry)
         for cache, some in zip(own, rows, strict=True):
             cache[blocks] = some.to(cache.device)
         return True

@@ -14,7 +14,7 @@ from loomserve.platform.engine.resumption.gpu_worker import (
 )
 from loomserve.platform.lending.device.memory import CudaMemory
 from loomserve.platform.lending.device.pages import CudaPages
-from loomserve.platform.lending.device.server import Form, kernel_leaf
+from loomserve.platform.lending.device.server import kernel_leaf
 from loomserve.platform.lending.engine.gpu_attention import use_remote_attention
 from loomserve.platform.lending.engine.memory.mapped import AddressSpace
 from loomserve.platform.lending.engine.memory.paged import PagedMemory
@@ -65,7 +65,7 @@ class RemoteAttentionGpuWorker(TakesPartInLending, ResumingGpuWorker):
         use_remote_attention()
 
     def leaf(self) -> Leaf:
-        return kernel_leaf(CudaMemory(), Form(self._options.gpu_form))
+        return kernel_leaf(CudaMemory(), resident=self._options.gpu_form == "resident")
 
     def isa(self, layer: Any) -> str:
         return GPU

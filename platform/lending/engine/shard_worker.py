@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,44 +40,36 @@ class Store(Protocol):
     def use(self, memory: BlockMemory) -> None: ...
 
 
+@dataclass
 class ShardWorker:
     """Moves shards between this engine and their lenders, one at a time. ``lending.shard`` is set
     while one is away. ``store`` finds the engine's end of the KV store, if it has one."""
 
-    def __init__(
-        self,
-        lending: LendingContext,
-        kv: LocalKv,
-        model: OwnModel,
-        limits: StepLimits,
-        leaf: Leaf,
-        store: Callable[[], Store | None],
-    ) -> None:
-        self._lending = lending
-        self._kv = kv
-        self._model = model
-        self._limits = limits
-        self._leaf = leaf
-        self._store = store
-        self._shards: dict[int, RemoteShard] = {}
+    lending: LendingContext
+    kv: LocalKv
+    model: OwnModel
+    limits: StepLimits
+    leaf: Leaf
+    store: Callable[[], Store | None]
+    _shards: dict[int, RemoteShard] = field(default_factory=dict)
 
     def requirements(self, spec: ShardSpec) -> dict[str, Any]:
         """Return what a lender must know to compute this shard. Without the shard, an own block
         takes less memory, so there may be more of them. ``ValueError`` if the engine has no such
         shard, or cannot do without it."""
-        ranges, every = self._lending.partitions.ranges, self._kv.geometry
+        ranges, every = self.lending.partitions.ranges, self.kv.geometry
         own = len(ranges[OWN])
         most = own + sum(len(each) for each in ranges[1:2])
-        needed: dict[str, Any] = {"least": own, **self._limits}
+        needed: dict[str, Any] = {"least": own, **self.limits}
         if "heads" in spec:
             geometry = geometry_of_heads(every, spec["heads"])
-            blocks = room_without_heads(self._kv, geometry.kv_heads)
+            blocks = room_without_heads(self.kv, geometry.kv_heads)
         else:
             layers = range(*spec["layers"])
-            check_layers(layers, every, self._model.hidden_size)
-            blocks = room_without(layers, own, every, self._model.weights())
+            check_layers(layers, every, self.model.hidden_size)
+            blocks = room_without(layers, own, every, self.model.weights())
             geometry = replace(every, layers=len(layers))
-            needed["layers"] = {"of": spec["layers"], **self._model.description()}
+            needed["layers"] = {"of": spec["layers"], **self.model.description()}
         return {"geometry": geometry.to_json(), "blocks": min(blocks, most), **needed}
 
     def begin(self, partition: int, path: str, spec: ShardSpec) -> int:
@@ -87,17 +79,17 @@ class ShardWorker:
         return shard.blocks
 
     def _shard(self, path: Path, spec: ShardSpec) -> RemoteShard:
-        patience_s = self._lending.patience_s
-        borrower = self._leaf.borrower(path, patience_s)
+        patience_s = self.lending.patience_s
+        borrower = self.leaf.borrower(path, patience_s)
         if "heads" in spec:
-            return RemoteHeads(self._kv, borrower, patience_s)
+            return RemoteHeads(self.kv, borrower, patience_s)
         return RemoteLayers(
-            self._kv,
+            self.kv,
             borrower,
             patience_s,
             layers=range(*spec["layers"]),
-            modules=self._model.layers(),
-            weights=self._model.weights(),
+            modules=self.model.layers(),
+            weights=self.model.weights(),
         )
 
     def end_loan(self, partition: int) -> bool:
@@ -125,16 +117,16 @@ class ShardWorker:
     def hand_over(self, partition: int, rest: list[int]) -> bool:
         """Copy the rest of the blocks, and have the lender compute the shard from now on. False if
         the lender's ring has closed, and the shard stays here."""
-        shard, store = self._shards[partition], self._store()
+        shard, store = self._shards[partition], self.store()
         if store is not None:
             store.settle()
         if rest and not shard.send(rest):
             return False
         shard.hand_over()
-        self._lending.partitions.join(partition)
-        self._lending.shard = shard
+        self.lending.partitions.join(partition)
+        self.lending.shard = shard
         if store is not None:
-            store.use(ShardedMemory(shard, store.memory, self._kv.geometry))
+            store.use(ShardedMemory(shard, store.memory, self.kv.geometry))
         return True
 
     def take_back(self, partition: int, rest: list[int]) -> bool:
@@ -144,9 +136,9 @@ class ShardWorker:
         if rest and not shard.fetch(rest):
             return False
         shard.take_back()
-        self._lending.partitions.separate(partition)
-        self._lending.shard = None
-        if (store := self._store()) is not None:
-            names = [layer.layer_name for layer in self._kv.attention]
-            store.use(memory_of(dict(zip(names, self._kv.caches, strict=True))))
+        self.lending.partitions.separate(partition)
+        self.lending.shard = None
+        if (store := self.store()) is not None:
+            names = [layer.layer_name for layer in self.kv.attention]
+            store.use(memory_of(dict(zip(names, self.kv.caches, strict=True))))
         return True

@@ -2,7 +2,7 @@
 
 Its engine's scheduler divides the same block address space (:mod:`.scheduling.borrower`,
 :mod:`.scheduling.lender`) and calls the methods below by name, through vLLM's ``collective_rpc``.
-Each calls the plain object that does the work.
+The work is done by a plain object for each kind of loan.
 """
 
 from __future__ import annotations
@@ -115,7 +115,10 @@ class TakesPartInLending(ABC):
         model = OwnModel(runner.get_model(), self.vllm_config)
         self._borrower = BorrowerWorker(context, kv, limits, self._leaf)
         self._shards = ShardWorker(context, kv, model, limits, self._leaf, own_worker)
-        self._lender = LenderWorker(context, self._server, kv, model.module)
+        self._lender = lender = LenderWorker(context, self._server, kv, model.module)
+        self.borrow, self.move_blocks = self._borrower.borrow, self._borrower.move_blocks
+        self.lend, self.end_lending = lender.lend, lender.end_lending
+        self.slicing_plans = lender.slicing_plans
 
     def _geometry(self, attention: list[Any]) -> Geometry:
         layer = attention[0]
@@ -148,12 +151,6 @@ class TakesPartInLending(ABC):
             raise ValueError("layers move between CPU devices only")
         return self._shards.requirements(shard)
 
-    def borrow(self, partition: int, path: str) -> None:
-        self._borrower.borrow(partition, path)
-
-    def move_blocks(self, source: int, target: int, pairs: list[tuple[int, int]]) -> bool:
-        return self._borrower.move_blocks(source, target, pairs)
-
     def end_loan(self, partition: int) -> None:
         if not self._shards.end_loan(partition):
             self._borrower.end_loan(partition)
@@ -166,15 +163,6 @@ class TakesPartInLending(ABC):
 
     def look_for_tasks(self, polling: str) -> dict[str, Any]:
         return self._lender.look_for_tasks(polling if self._leaf.on_cpus else "steps")
-
-    def slicing_plans(self) -> dict[str, Any]:
-        return self._lender.slicing_plans()
-
-    def lend(self, path: str, first_block: int, blocks: int, borrower: dict[str, Any]) -> None:
-        self._lender.lend(path, first_block, blocks, borrower)
-
-    def end_lending(self, path: str) -> None:
-        self._lender.end_lending(path)
 
     def process_id(self) -> int:
         return os.getpid()

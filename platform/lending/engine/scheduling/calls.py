@@ -182,7 +182,7 @@ class EngineLoanCalls:
         """Take everything back at once; the borrower computes elsewhere what it had here."""
         lent = self._lender.lent.get(name)
         if lent is not None:
-            self._lender.end(lent, self._workers)
+            self._lender.end(lent)
 
     def on_idle(self) -> None:
         """Lend more while the engine has no requests, and so does not schedule."""

@@ -105,11 +105,12 @@ class LenderHooks(StepHooks):
         self.lent[lent.name] = lent
         self._grant(lent)
 
-    def end(self, lent: Lent, workers: WorkerCall) -> None:
+    def end(self, lent: Lent) -> None:
+        assert self._workers is not None, "a loan is prepared first"
         del self.lent[lent.name]
         lent.ring.shut(Closed.DRAINED)
         # Only then is nothing of the borrower's in this memory any more.
-        workers("end_lending", str(lent.ring.path))
+        self._workers("end_lending", str(lent.ring.path))
         self._use.pool.offer(lent.blocks)
         lent.ring.close()
 
@@ -125,8 +126,7 @@ class LenderHooks(StepHooks):
 
     def before_schedule(self) -> bool:
         for lent in [each for each in self.lent.values() if each.ring.closed is not Closed.OPEN]:
-            assert self._workers is not None
-            self.end(lent, self._workers)
+            self.end(lent)
         if self.lent:
             self._balance(time.monotonic())
         return True

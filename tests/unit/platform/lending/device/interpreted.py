@@ -18,7 +18,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from benchmarks.gpu.host import HostMemory
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.lending.cuda.kernel import INTERPRETED
-from loomserve.platform.lending.device.server import Form, kernel_leaf
+from loomserve.platform.lending.device.server import kernel_leaf
 from loomserve.platform.lending.engine.attention import LendingContext
 from loomserve.platform.lending.engine.block_partitions import Partitions
 from loomserve.platform.lending.engine.borrower_worker import BorrowerWorker, StepLimits
@@ -85,7 +85,7 @@ class Lender:
     def __init__(self, folder: str, geometry: Geometry, form: str, heads_apart: bool) -> None:
         assert INTERPRETED
         self.path, self.kv = f"{folder}/ring", local_kv(LENT_BLOCKS, geometry, heads_apart)
-        self.server = kernel_leaf(HostMemory(), Form(form)).server()
+        self.server = kernel_leaf(HostMemory(), resident=form == "resident").server()
         self.context = LendingContext()
         self.worker = LenderWorker(self.context, self.server, self.kv, nn.Module())
         self.worker.look_for_tasks("steps")

@@ -181,7 +181,7 @@ def test_a_borrower_that_does_not_give_back_in_time_loses_its_loan(
 
 
 def test_all_is_back_at_once_when_a_loan_ends(lender: Lender) -> None:
-    lender.hooks.end(lender.open(), lender.call)
+    lender.hooks.end(lender.open())
     assert lender.ring.closed is Closed.DRAINED
     assert lender.free == BLOCKS - 1
 
@@ -244,5 +244,5 @@ def test_whatever_a_borrower_writes_its_lender_schedules_on(
         theirs.close()
     assert held_most == LENDABLE
     for lent in list(lender.hooks.lent.values()):
-        lender.hooks.end(lent, lender.call)
+        lender.hooks.end(lent)
     assert lender.free == BLOCKS - 1
