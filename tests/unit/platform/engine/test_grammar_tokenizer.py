@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import xgrammar
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from vllm.tokenizers.registry import cached_get_tokenizer
@@ -21,6 +23,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     given = structured_output.cached_tokenizer_from_config
     monkeypatch.setattr(structured_output, "cached_tokenizer_from_config", given)
     monkeypatch.setattr(StructuredOutputManager, "tokenizer", None, raising=False)
+    monkeypatch.setattr(xgrammar, "GrammarCompiler", xgrammar.GrammarCompiler)
 
 
 def configured(folder: Path, **changes: Any) -> Any:
@@ -49,4 +52,15 @@ def test_it_is_read_once_and_not_when_the_engine_starts(tmp_path: Path) -> None:
     tokenizer = manager.tokenizer
     assert tokenizer.convert_tokens_to_ids(["b", "a"]) == [2, 1]
     assert manager.tokenizer is tokenizer
+    info = xgrammar.TokenizerInfo(["a", "b"])
+    assert xgrammar.GrammarCompiler(info, max_threads=8).compile_regex("ab")
     assert cached_get_tokenizer.cache_info().currsize == before + 1
+
+
+@pytest.mark.parametrize(("cores", "at_once"), [(1, 1), (2, 1), (4, 2), (64, 2)])
+def test_grammars_leave_half_of_an_engines_cores_to_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, at_once: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    read_with_first_grammar()
+    assert StructuredOutputManager(configured(tmp_path)).executor._max_workers == at_once
