@@ -255,7 +255,8 @@ class _PassedAnswer:
             words = bytes(self._error[:MOST_WORDS]).decode("utf-8", "replace")
             _log.error("request %s failed: %s", request.request_id, words)
             raise engine_failed(request.model, request.request_id)
-        await send_error(bytes(self._error), self.error_status, self._send)
+        fields = {*request.content.fields, *request.content.texts}
+        await send_error(bytes(self._error), self.error_status, self._send, fields)
 
     def count(self, metrics: GatewayMetrics) -> None:
         if self._streams and self._chunks:

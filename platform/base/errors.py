@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+MOST_CHARACTERS = 4096
+"""Of a message to a client."""
 _CLOSE = MappingProxyType({"Connection": "close"})
 
 
@@ -54,7 +56,8 @@ class RequestError(LoomserveError):
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message
+        # Some have a client's own words.
+        self.message = message[:MOST_CHARACTERS]
         self.param = param
         self.code = reason or self.reason
         self.retry_after_s = retry_after_s

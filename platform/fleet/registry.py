@@ -408,4 +408,4 @@ def _wish(record: ModelRecord) -> ModelWish:
 
 def unknown_model_message(name: str, known: Iterable[str]) -> str:
     names = ", ".join(sorted(known)) or "none is loaded"
-    return f"The model {name!r} does not exist here. Models: {names}."
+    return f"The model {name[:256]!r} does not exist here. Models: {names}."

@@ -31,7 +31,7 @@ from loomserve.platform.requests.policy.fields import PLATFORMS_OWN, RESPONSES
 from loomserve.platform.requests.policy.grammars import check_grammars
 from loomserve.platform.requests.policy.lists import check_lists, check_numbers
 from loomserve.platform.requests.policy.logprobs import check_logprobs
-from loomserve.platform.requests.policy.obeyed import check_obeyed, thinking
+from loomserve.platform.requests.policy.obeyed import asking_nothing, check_obeyed, thinking
 from loomserve.platform.requests.policy.sequences import (
     check_number,
     check_prompts,
@@ -225,7 +225,7 @@ class EngineRequest:
         return self._with({_XARGS: {**(own or {}), **hints}})
 
     def _obeying(self) -> EngineRequest:
-        added = thinking(self.path, self.fields)
+        added = {**thinking(self.path, self.fields), **asking_nothing(self.path, self.fields)}
         return self._with(added) if added else self
 
     def _with(self, added: Mapping[str, Any]) -> EngineRequest:

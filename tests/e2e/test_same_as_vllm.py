@@ -59,6 +59,8 @@ WHOLE = Difference("limits count what it says", "must be a whole number", 400, 4
 SWITCH = Difference("the platform reads it, too", "must be true or false", 400, 400)
 STATELESS = Difference("nothing is kept between requests", "would not be obeyed", 404, 400)
 BACKGROUND = Difference("it names batches", "would not be obeyed", 400, 400)
+ROLE = Difference("a role that no template names says nothing to a model", "'nobody'", 200, 400)
+TOKEN = Difference("vLLM leaves out what is no token", "the vocabulary has", 200, 400)
 BY_DESIGN = {
     **{
         f"{kind}-model": NO_MODEL
@@ -80,6 +82,8 @@ BY_DESIGN = {
     **{f"bad-{kind}-stream": SWITCH for kind in ("chat", "text")},
     **{f"bad-response-previous{kind}": STATELESS for kind in ("", "_no_id")},
     "bad-response-background": BACKGROUND,
+    "bad-chat-role": ROLE,
+    "detokenize-unknown": TOKEN,
 }
 
 

@@ -58,7 +58,7 @@ def bound_input_errors(app: Any) -> None:
     # vLLM's serving classes answer most of their own errors themselves.
     error_response.sanitize_message = _sanitized
     app.exception_handler(VLLMClientError)(_refuse_client)
-    for kind in (ValueError, TypeError, OverflowError):
+    for kind in (ValueError, TypeError, OverflowError, RecursionError):
         app.exception_handler(kind)(_refuse_client)
 
 
@@ -81,6 +81,9 @@ class InputValidator:
         try:
             return self._validator.validate_python(value, **options)
         except ValidationError as error:
+            given = _without_nulls(value, error)
+            if given is not value:
+                return self.validate_python(given, **options)
             raise refused(error, value) from None
         except VLLMError:
             raise
@@ -102,6 +105,16 @@ class InputValidator:
             raise refused(error, value) from None
         except VLLMError:
             return
+
+
+def _without_nulls(value: Any, error: ValidationError) -> Any:
+    """The request without fields that are null where vLLM's class has no null: as OpenAI's
+    clients mean it, they are not there."""
+    if not isinstance(value, dict):
+        return value
+    wrong = {each["loc"][0] for each in error.errors(include_url=False) if each["loc"]}
+    nulls = {name for name in wrong if name in value and value[name] is None}
+    return {k: v for k, v in value.items() if k not in nulls} if nulls else value
 
 
 def refused(error: ValidationError, value: Any = None) -> BadRequest:
@@ -159,6 +172,8 @@ async def _refuse_client(request: Request, error: Any) -> JSONResponse:
 
 def _sanitized(message: str) -> str:
     """Without paths and addresses, which takes vLLM minutes in a text of 30 KB with slashes."""
+    if message.startswith("maximum recursion depth"):
+        return "a field, or a call's arguments, is nested too deeply"
     cleaned: str = sanitize_message(shortened(message))
     return cleaned
 

@@ -38,6 +38,7 @@ from loomserve.platform.base import heap
 from loomserve.platform.base.errors import ConfigError, Unavailable
 from loomserve.platform.engine.options.engine_config import look_at_class, structured
 from loomserve.platform.engine.options.known import in_fields
+from loomserve.platform.front_end.engine.answers.inputs import check_inputs
 from loomserve.platform.front_end.engine.answers.messages import use_messages
 from loomserve.platform.front_end.engine.answers.tool_calls import tell_tool_calls
 from loomserve.platform.front_end.engine.handoffs import Handoffs
@@ -80,6 +81,7 @@ async def server_app(llm: FrontEndLLM, args: Any, tasks: tuple[Any, ...]) -> Any
     app.middleware_stack = app.build_middleware_stack()
     use_messages()
     await init_app_state(llm, app.state, args, tasks)
+    check_inputs(app.state)
     tell_tool_calls(app.state)
     # vLLM would end its own server by it when its only engine has failed.
     app.state.server = SimpleNamespace()

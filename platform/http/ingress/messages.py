@@ -35,7 +35,8 @@ def anthropic_error(
 ) -> dict[str, Any]:
     """Anthropic's error object for the body of the same error in OpenAI's shape."""
     error = openai["error"]
-    message = str(error["message"])
+    # vLLM makes chats of messages.
+    message = str(error["message"]).replace("max_completion_tokens", "max_tokens")
     if error.get("code") == _CONTEXT:
         message = too_long(message)
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import GenericAlias
 from typing import Annotated, Any, Literal
@@ -15,6 +16,7 @@ from loomserve.platform.requests.policy.message_parts import (
     CHAT_PARTS,
     Form,
     Forms,
+    check_arguments,
     check_parts,
     check_tool_calls,
     form,
@@ -27,6 +29,14 @@ MOST_PARTS = 4096
 """Of all messages."""
 
 
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+"""OpenAI's. Others are a template's own, as Llama's ``ipython``."""
+# What a template writes as it is, between tokens that end a turn.
+_ROLE = re.compile(r"[A-Za-z][\w.-]{0,63}")
+_TEXT = frozenset({"system", "developer", "user", "tool"})
+"""Roles whose messages have a content always."""
+
+
 def _list_of(one: Form) -> Any:
     return GenericAlias(list, (one,))
 
@@ -34,8 +44,10 @@ def _list_of(one: Form) -> Any:
 _STATUS = (Literal["in_progress", "completed", "incomplete"] | None, None)
 _MESSAGE = form(role=str)
 # vLLM takes the first piece of an answer without looking whether there is one.
-_PIECES = Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
-_MESSAGE_OF_PIECES = form(role=str, content=_PIECES)
+_FIRST = msgspec.Meta(min_length=1)
+_MESSAGE_OF_PIECES = form(role=str, content=Annotated[list[dict[str, Any]], _FIRST])
+# Of an answer's pieces it reads the texts, and a refusal has none.
+_ANSWER = form(role=str, content=Annotated[_list_of(form(text=str)), _FIRST])
 
 # Items that are no messages, by their type.
 _TYPES: Forms = {
@@ -74,8 +86,8 @@ def _check_messages(messages: list[Any], forms: Forms) -> None:
         if not isinstance(message, dict):
             continue
         where = f"messages[{number}]"
-        if not isinstance(message.get("role", ""), str):
-            raise BadRequest(f"{where}.role must be a text", param=f"{where}.role")
+        if forms is CHAT_PARTS and "role" in message:
+            _check_role(message, where)
         content = message.get("content")
         if isinstance(content, list):
             parts += len(content)
@@ -85,8 +97,23 @@ def _check_messages(messages: list[Any], forms: Forms) -> None:
         elif not isinstance(content, str | None):
             param = f"{where}.content"
             raise BadRequest(f"{param} must be a text, or a list of parts", param=param)
-        if isinstance(calls := message.get("tool_calls"), list):
-            check_tool_calls(calls, f"{where}.tool_calls")
+        check_tool_calls(message.get("tool_calls"), f"{where}.tool_calls")
+
+
+def _check_role(message: Mapping[str, Any], where: str) -> None:
+    role = message["role"]
+    if not isinstance(role, str) or _ROLE.fullmatch(role) is None:
+        says = "must be a name, such as user"
+    elif role not in ROLES and role.lower() in ROLES:
+        says = f"is {role!r}; write {role.lower()}"
+    elif role in _TEXT and "content" not in message:
+        raise BadRequest(f"{where}.content is missing", param=f"{where}.content")
+    elif role == "tool" and message.get("tool_call_id") is None:
+        param = f"{where}.tool_call_id"
+        raise BadRequest(f"{param} is missing: the id of the call that it answers", param=param)
+    else:
+        return
+    raise BadRequest(f"{where}.role {says}", param=f"{where}.role")
 
 
 def _check_number(items: list[Any], name: str, most: int) -> None:
@@ -111,6 +138,8 @@ def check_conversation(items: object) -> None:
         if number > MOST_PARTS:
             raise _too_many("input", number, MOST_PARTS, "parts")
     for number, item in enumerate(items) if isinstance(items, list) else ():
+        if isinstance(item, dict) and item.get("type") == "function_call":
+            check_arguments(item.get("arguments"), f"input[{number}].arguments")
         try:
             msgspec.convert(item, _type_of(item))
         except msgspec.ValidationError as error:
@@ -128,4 +157,6 @@ def _type_of(item: object) -> Form:
     kind = item.get("type")
     if isinstance(kind, str) and kind in _TYPES:
         return _TYPES[kind]
-    return _MESSAGE_OF_PIECES if isinstance(item.get("content"), list) else _MESSAGE
+    if not isinstance(item.get("content"), list):
+        return _MESSAGE
+    return _ANSWER if item.get("role") == "assistant" else _MESSAGE_OF_PIECES

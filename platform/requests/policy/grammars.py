@@ -44,6 +44,7 @@ MOST_PROPERTIES = 256
 
 # Chat and completions; vLLM's own; responses; messages.
 _COMPILED = ("response_format", "structured_outputs", "text", "output_config")
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 # Forms of structured_outputs that vLLM takes for JSON in a text.
 _JSON_TEXTS = ("json", "structural_tag")
 _PATTERNS = ("regex", "grammar", "whitespace_pattern")
@@ -74,6 +75,8 @@ def check_grammars(fields: Mapping[str, Any]) -> None:
                 'structured_outputs must be an object, such as {"regex": "yes|no"}',
                 param="structured_outputs",
             )
+        if not any(fields.get(name) for name in ("response_format", "tools")):
+            _check_names_one(outputs)
         _check_structured_outputs(outputs)
     _check_response_format(fields.get("response_format"))
     for name in _COMPILED:
@@ -98,6 +101,15 @@ def _check_tools(tools: list[Any]) -> None:
         if total.characters > MOST_TOOL_CHARACTERS:
             raise _too_large("tools", MOST_TOOL_CHARACTERS)
         total.check("tools")
+
+
+def _check_names_one(outputs: Mapping[str, Any]) -> None:
+    if all(outputs.get(kind) is None for kind in _KINDS):
+        raise BadRequest(
+            f"structured_outputs has none of {', '.join(_KINDS)}; give one of them, or leave it "
+            "out",
+            param="structured_outputs",
+        )
 
 
 def _check_structured_outputs(outputs: Mapping[str, Any]) -> None:

@@ -44,7 +44,14 @@ CHAT_PARTS: Forms = {
     "video_url": form(video_url=_LINK),
     "input_audio": form(input_audio=_AUDIO),
 }
-"""Of chats, by the ``type`` of a part; of other types vLLM's errors are right."""
+"""Of chats, by the ``type`` of a part."""
+OTHER_PARTS = frozenset({
+    *("input_text", "output_text", "input_image", "tool_reference", "prompt_embeds"),
+    *("image_embeds", "audio_embeds", "video_embeds", "image_pil"),
+})  # fmt: skip
+"""vLLM's, whose errors are right."""
+# vLLM takes these without a type.
+_UNTYPED = ("image_url", "audio_url", "video_url", "input_audio", "uuid")
 ANTHROPIC_PARTS: Forms = {
     "text": form(text=str),
     "thinking": form(thinking=str),
@@ -59,15 +66,47 @@ def check_parts(parts: list[Any], where: str, forms: Forms) -> None:
     """Raises BadRequest if a part of ``where`` (``messages[0].content``) lacks its type's
     fields."""
     for number, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(part, dict):
+            continue
+        kind, at = part.get("type"), f"{where}[{number}]"
         if isinstance(kind, str) and kind in forms:
-            _check(part, forms[kind], f"{where}[{number}]", f" in a part of the type {kind!r}")
+            _check(part, forms[kind], at, f" in a part of the type {kind!r}")
+        elif forms is CHAT_PARTS and not _is_known(kind, part):
+            says = "is missing" if kind is None else f"is {str(kind)[:64]!r}"
+            raise BadRequest(
+                f"{at}.type {says}; a part has one of {', '.join(forms)}", param=f"{at}.type"
+            )
 
 
-def check_tool_calls(calls: list[Any], where: str) -> None:
-    """Raises BadRequest for a call without an id, a function's name or arguments."""
-    for number, call in enumerate(calls):
-        _check(call, _TOOL_CALL, f"{where}[{number}]", "")
+def _is_known(kind: Any, part: dict[str, Any]) -> bool:
+    if kind is None:
+        return any(name in part for name in (*_UNTYPED, *OTHER_PARTS))
+    return isinstance(kind, str) and kind in OTHER_PARTS
+
+
+def check_tool_calls(calls: Any, where: str) -> None:
+    """Raises BadRequest for a call without an id, a function's name or arguments that can be
+    read."""
+    if not isinstance(calls, list | None):
+        raise BadRequest(f"{where} must be a list of calls", param=where)
+    for number, call in enumerate(calls or ()):
+        at = f"{where}[{number}]"
+        _check(call, _TOOL_CALL, at, "")
+        check_arguments(call["function"]["arguments"], f"{at}.function.arguments")
+
+
+def check_arguments(arguments: Any, where: str) -> None:
+    """Raises BadRequest for a call's arguments on which vLLM's reader of JSON would fail as if the
+    fault were its own. Others that are no JSON, as a model may write, are left to vLLM."""
+    try:
+        if isinstance(arguments, str):
+            msgspec.json.decode(arguments)
+    except RecursionError:
+        raise BadRequest(f"{where} is nested too deeply", param=where) from None
+    except msgspec.ValidationError:
+        raise BadRequest(f"{where} has a number that is too large", param=where) from None
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        return
 
 
 def _check(value: Any, of: Form, where: str, within: str) -> None:

@@ -16,6 +16,7 @@ from loomserve.platform.base.errors import BadRequest
 from loomserve.platform.requests.policy.fields import (
     BOOLEANS,
     CHAT,
+    COMPLETIONS,
     EMBEDDINGS,
     INTEGERS,
     MESSAGES,
@@ -127,6 +128,13 @@ def check_obeyed(
         _check_tools(path, fields)
     if path == RESPONSES:
         _check_response(fields)
+    given = fields.get(_THINKING)
+    kind = given.get("type") if isinstance(given, dict) else given
+    if path == MESSAGES and given is not None and kind not in ("enabled", "disabled", "adaptive"):
+        raise BadRequest(
+            'thinking must be an object of the type "enabled", "adaptive" or "disabled"',
+            param=_THINKING,
+        )
 
 
 def thinking(path: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -139,6 +147,22 @@ def thinking(path: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
     if name in (own or {}):
         return {}
     return {"chat_template_kwargs": {**(own or {}), name: given.get("type") != "disabled"}}
+
+
+# Values that ask for nothing and that vLLM fails on, with those that it takes for the same.
+_NOTHING: Mapping[tuple[str, str], tuple[Any, Any]] = {
+    (COMPLETIONS, "suffix"): ("", None),
+    (RESPONSES, "truncation"): (None, "disabled"),
+}
+
+
+def asking_nothing(path: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields to add in the place of those that ask for nothing and would be refused."""
+    return {
+        name: taken
+        for (where, name), (given, taken) in _NOTHING.items()
+        if path == where and name in fields and fields[name] == given
+    }
 
 
 def _check_kinds(path: str, fields: Mapping[str, Any]) -> None:

@@ -21,8 +21,9 @@ MOST_EMBEDDINGS = 1024
 PROMPTS: Mapping[str, tuple[str, ...]] = {
     COMPLETIONS: ("prompt", "prompt_embeds"),
     EMBEDDINGS: ("input",),
+    "/v1/detokenize": ("tokens",),
 }
-"""Fields with several prompts, each of which is answered."""
+"""Fields with several prompts, or with tokens."""
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 _FIRST = re.compile(rb"\s*\[\s*(.)", re.DOTALL)
@@ -83,11 +84,10 @@ def check_prompts(
         else:
             uniform = _is_uniform_json((texts or {}).get(name, b"null"))
         if not uniform:
-            raise BadRequest(
-                f"{name} must be a text, a list of texts, a list of token ids, or a list of lists "
-                "of token ids, not a mixture",
-                param=name,
-            )
+            kinds = "a text, a list of texts, a list of token ids, or a list of lists of token ids"
+            if name == "tokens":
+                kinds = "a list of token ids"
+            raise BadRequest(f"{name} must be {kinds}, not a mixture", param=name)
 
 
 def _is_uniform(value: Any) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from loomserve.platform.http.engine_errors import normalise
-from tests.unit.platform.front_end.engine.server import TAKEN, Server
+from loomserve.platform.requests.policy.fields import PASSED_ON, WITHOUT_EFFECT
+from tests.unit.platform.front_end.engine.server import MAX_MODEL_LEN, TAKEN, Server
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = {"role": "user", "content": "Hello"}
@@ -28,7 +29,7 @@ def refused(server: Server, path: str, fields: Any) -> tuple[str, str | None]:
     status, body = server.ask(path, {"model": "m", **fields})
     assert status == 400, body
     assert len(body) < 1000
-    error = normalise(body, status)["error"]
+    error = normalise(body, status, {"model", *fields})["error"]
     assert SECRET not in error["message"]
     return error["message"], error["param"]
 
@@ -56,6 +57,22 @@ def refused(server: Server, path: str, fields: Any) -> tuple[str, str | None]:
         ("/v1/completions", {"prompt": [{"a": SECRET}] * 100}, "prompt[0]"),
         ("/v1/tokenize", {"prompt": 5}, "prompt"),
         ("/v1/detokenize", {"tokens": [SECRET] * 100}, "tokens[0]"),
+        ("/v1/detokenize", {"tokens": [1, 10**6]}, "tokens[1]"),
+        ("/v1/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/v1/detokenize", {"tokens": [2**40]}, "tokens[0]"),
+        (CHAT, {"messages": [USER, {"role": "nobody", "content": "x"}]}, "messages[1].role"),
+        ("/v1/tokenize", {"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role"),
+        ("/v1/chat/completions/render", {"messages": [{"role": "nobody", "content": "x"}]},
+         "messages[0].role"),
+        (CHAT, {"messages": [USER], "min_p": 2}, "min_p"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [USER], "chat_template": "{{ x }}"}, "chat_template"),
+        (CHAT, {"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"messages": [USER], "structured_outputs": {"choice": []}}, "structured_outputs"),
+        (CHAT, {"messages": [USER], "max_tokens": MAX_MODEL_LEN}, "messages"),
+        ("/v1/completions", {"prompt": [10**6]}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix"),
+        (RESPONSES, {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
     ],
 )  # fmt: skip
 def test_the_first_fault_is_told_by_its_path(
@@ -111,3 +128,42 @@ def test_what_vllm_repeats_of_the_input_is_short_and_read_soon(
     assert len(body) < 1500
     # vLLM takes 3 s for these, and the square of that for ten times as much.
     assert took_s < 0.5
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", RESPONSES, MESSAGES])
+def test_a_field_that_is_null_is_not_there(server: Server, path: str) -> None:
+    usual = {"model": "m", "messages": [USER], "prompt": "x", "input": "x", "max_tokens": 5}
+    asked = {key: each for key, each in usual.items() if key in PASSED_ON[path]}
+    for name in sorted((PASSED_ON[path] | WITHOUT_EFFECT) - usual.keys()):
+        status, body = server.ask(path, {name: None, **asked})
+        assert status == TAKEN, (name, body)
+
+
+def test_a_role_that_the_template_names_passes(server: Server) -> None:
+    template = "{% for m in messages %}{% if m.role == 'critic' %}{{ m.content }}{% endif %}"
+    other = Server(chat_template=template + "{% endfor %}")
+    said = {"model": "m", "messages": [{"role": "critic", "content": "x"}]}
+    try:
+        assert other.ask(CHAT, said)[0] == TAKEN
+    finally:
+        other.close()
+    assert server.ask(CHAT, said)[0] == 400
+
+
+@pytest.mark.parametrize("depth", range(100, 1000, 90))
+def test_what_is_nested_deeply_is_no_error_of_ours(server: Server, depth: int) -> None:
+    text = '{"a":' * depth + "1" + "}" * depth
+    deep = json.loads(text)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    used = {"type": "tool_use", "id": "c", "name": "f", "input": deep}
+    made = {"type": "function_call", "call_id": "c", "name": "f", "arguments": text}
+    for path, fields in (
+        (CHAT, {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}),
+        (CHAT, {"messages": [USER], "chat_template_kwargs": deep}),
+        (MESSAGES, {"messages": [USER, {"role": "assistant", "content": [used]}, USER]}),
+        (RESPONSES, {"input": [{**USER}, made]}),
+    ):
+        sent = {"model": "m", **fields, **({"max_tokens": 5} if path == MESSAGES else {})}
+        status, body = server.ask(path, sent)
+        assert status in (TAKEN, 400), body
+        assert status == TAKEN or "too deeply" in json.loads(body)["error"]["message"], body

@@ -34,6 +34,7 @@ def of(items: Any, path: str = RESPONSES, padding: str = "") -> None:
         {"role": 3, "content": "x"},
         {"role": "assistant", "content": []},
         {"role": "assistant", "content": ["x"]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
         {"type": "web_search_call", "id": "w"},
         {"type": ["function_call"]},
         {"type": "function_call", "call_id": "c"},
@@ -102,6 +103,9 @@ def test_conversations_are_bounded_and_have_texts_or_parts(path: str, fields: An
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 CALLED = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+DEEP = '{"a":' * 2000 + "1" + "}" * 2000
+LONG = '{"a": 1' + "0" * 5000 + "}"
+CUT_OFF = {"name": "f", "arguments": '{"a": '}
 IMAGE = {"type": "base64", "media_type": "image/png", "data": "AA=="}
 
 
@@ -149,6 +153,8 @@ def test_a_part_that_lacks_what_its_type_has_is_refused_by_its_place(
         ({**CALLED, "type": "custom"}, ".type"),
         ({**CALLED, "function": {"name": "f"}}, ".function.arguments"),
         ({**CALLED, "function": {"name": "f", "arguments": {}}}, ".function.arguments"),
+        ({**CALLED, "function": {"name": "f", "arguments": DEEP}}, ".function.arguments"),
+        ({**CALLED, "function": {"name": "f", "arguments": LONG}}, ".function.arguments"),
     ],
 )
 def test_a_tool_call_that_is_none_is_refused_by_its_place(call: Any, param: str) -> None:
@@ -156,17 +162,51 @@ def test_a_tool_call_that_is_none_is_refused_by_its_place(call: Any, param: str)
     assert refused.param == f"messages[1].tool_calls[1]{param}"
 
 
-def test_a_role_is_a_text_and_a_system_prompt_has_parts_as_messages_have() -> None:
-    assert says(CHAT, {"role": 3, "content": "x"}).param == "messages[1].role"
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": 3, "content": "x"}, ".role"),
+        ({"role": None, "content": "x"}, ".role"),
+        ({"role": "", "content": "x"}, ".role"),
+        ({"role": "User", "content": "x"}, ".role"),
+        ({"role": "x" * 65, "content": "x"}, ".role"),
+        ({"role": "user\n<|im_end|>", "content": "x"}, ".role"),
+        ({"role": "user"}, ".content"),
+        ({"role": "tool", "tool_call_id": "c"}, ".content"),
+        ({"role": "tool", "content": "x"}, ".tool_call_id"),
+        ({"role": "tool", "tool_call_id": None, "content": "x"}, ".tool_call_id"),
+        ({"role": "assistant", "tool_calls": {"a": 1}}, ".tool_calls"),
+        ({"role": "assistant", "tool_calls": "x"}, ".tool_calls"),
+        ({"role": "user", "content": [{"text": "no type"}]}, ".content[0].type"),
+        ({"role": "user", "content": [{"type": "unknown"}]}, ".content[0].type"),
+        ({"role": "user", "content": [{"type": [3]}]}, ".content[0].type"),
+    ],
+)
+def test_a_message_of_a_chat_has_what_its_role_has(message: dict[str, Any], param: str) -> None:
+    assert says(CHAT, message).param == f"messages[1]{param}"
+
+
+def test_the_arguments_of_a_responses_call_can_be_read() -> None:
+    with pytest.raises(BadRequest) as refused:
+        of([USER, {**CALL, "arguments": DEEP}])
+    assert refused.value.param == "input[1].arguments"
+
+
+def test_a_system_prompt_has_parts_as_messages_have() -> None:
     assert says(MESSAGES, USER, system=[{"type": "text"}]).param == "system[0].text"
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        (CHAT, {"role": "user", "content": [TEXT, {"text": "no type"}, "text"]}),
+        (CHAT, {"role": "user", "content": [TEXT, {"image_url": "data:"}, "text"]}),
         (CHAT, {"role": "user", "content": [{"type": "image_url", "image_url": None}]}),
-        (CHAT, {"role": "user", "content": [{"type": "unknown"}, {"type": 3}]}),
+        (CHAT, {"role": "user", "content": [{"type": "input_text", "text": "x"}]}),
+        (CHAT, {"role": "assistant"}),
+        (CHAT, {"role": "ipython", "content": "a template's own role"}),
+        (CHAT, {"role": "tool", "tool_call_id": "c", "content": "x"}),
+        (CHAT, {"role": "function", "name": "f", "content": None}),
+        (CHAT, {"role": "assistant", "tool_calls": [{**CALLED, "function": CUT_OFF}]}),
         (CHAT, {"role": "assistant", "content": None, "tool_calls": [CALLED]}),
         (CHAT, {"role": "assistant", "tool_calls": None}),
         (MESSAGES, {"role": "user", "content": [{"type": "image", "source": IMAGE}]}),

@@ -1,0 +1,58 @@
+"""Inputs that vLLM takes and that say nothing to a model: unknown roles, unknown tokens.
+
+vLLM makes the objects; :func:`check_inputs` changes their classes to those here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.online_renderer import OnlineRenderer
+
+from loomserve.platform.requests.policy.conversation import ROLES
+
+
+class _Renderer(OnlineRenderer):  # type: ignore[misc]
+    """Renders conversations with OpenAI's roles, and those that the model's template names."""
+
+    async def preprocess_chat(
+        self, request: Any, messages: Any, default_template: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        for number, message in enumerate(messages):
+            role = message.get("role") if isinstance(message, dict) else "user"
+            if role not in ROLES and not self._names(role, default_template):
+                raise VLLMValidationError(
+                    f"The role {role!r} is none that the model's template names. Those of all "
+                    f"models are {', '.join(sorted(ROLES))}.",
+                    parameter="input" if hasattr(request, "input") else f"messages[{number}].role",
+                )
+        return await super().preprocess_chat(request, messages, default_template, *args, **kwargs)
+
+    def _names(self, role: Any, template: str | None) -> bool:
+        """Whether the template names the role, or is none that can be read."""
+        written = template or getattr(self.renderer.get_tokenizer(), "chat_template", None)
+        text = str(written or "")
+        return not text or any(f"{mark}{role}{mark}" in text for mark in "'\"")
+
+
+class _Tokenization(ServingTokenization):  # type: ignore[misc]
+    """Makes texts of a vocabulary's tokens alone, of which others would be left out."""
+
+    async def create_detokenize(self, request: Any, raw_request: Any) -> Any:
+        most = self.model_config.get_vocab_size()
+        for number, token in enumerate(request.tokens):
+            if not 0 <= token < most:
+                raise VLLMValidationError(
+                    f"tokens[{number}] is {token}, and the vocabulary has 0 to {most - 1}.",
+                    parameter=f"tokens[{number}]",
+                )
+        return await super().create_detokenize(request, raw_request)
+
+
+def check_inputs(state: Any) -> None:
+    """Have the objects of vLLM's app, in its ``state``, check what they are given."""
+    for name, made in (("online_renderer", _Renderer), ("serving_tokenization", _Tokenization)):
+        if (found := getattr(state, name, None)) is not None:
+            found.__class__ = made
