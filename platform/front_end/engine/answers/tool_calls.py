@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import msgspec
 from vllm.entrypoints.chat_utils import make_tool_call_id
+from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
@@ -99,9 +100,16 @@ class _Responses(OpenAIServingResponses):  # type: ignore[misc]
         return await super()._create_responses(request, raw_request)
 
     def _make_response_parser(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        parser = super()._make_response_parser(request, *args, **kwargs)
-        single = parser is not None and request.parallel_tool_calls is False
-        return _FirstCall(parser) if single else parser
+        made = partial(super()._make_response_parser, request, *args, **kwargs)
+        parser = made()
+        wanted = request.tools and (request.stream or request.parallel_tool_calls is False)
+        return _Calls(parser, made, request) if parser is not None and wanted else parser
+
+    def _process_simple_streaming_events(
+        self, request: Any, params: Any, contexts: AsyncIterator[Any], *args: Any
+    ) -> Any:
+        told = _told_ends(contexts) if request.tools else contexts
+        return super()._process_simple_streaming_events(request, params, told, *args)
 
     def _make_response_output_items(
         self, request: Any, final_output: Any, *args: Any, **kwargs: Any
@@ -113,24 +121,56 @@ class _Responses(OpenAIServingResponses):  # type: ignore[misc]
         return items
 
 
-class _FirstCall:
-    """A parser of an answer's first call alone, for ``parallel_tool_calls`` false."""
+class _Calls:
+    """A parser of a response's calls: all those of its whole text are streamed, or, with
+    ``parallel_tool_calls`` false, the first alone."""
 
-    def __init__(self, parser: Any) -> None:
-        self._parser = parser
+    def __init__(self, parser: Any, made: Callable[[], Any], request: Any) -> None:
+        """``made`` makes another such parser."""
+        self._parser, self._made = parser, made
+        self._request = request
+        self._most = 1 if request.parallel_tool_calls is False else None
+        self._whole = _tool_parser(parser) in _WHOLE_ONLY
+        self._answer = _Answer()
+        self.end = End()
+        """How the engine ended the answer, as far as it has."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._parser, name)
 
     def parse(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         reasoning, content, calls = self._parser.parse(*args, **kwargs)
-        return reasoning, content, calls and calls[:1]
+        return reasoning, content, calls and calls[: self._most]
 
     def parse_delta(self, **kwargs: Any) -> Any:
-        delta = self._parser.parse_delta(**kwargs)
-        if delta and delta.tool_calls:
-            delta.tool_calls = [call for call in delta.tool_calls if call.index == 0]
+        delta, answer = self._parser.parse_delta(**kwargs), self._answer
+        if delta and self._whole:
+            delta.tool_calls = []
+        elif delta and self._most is not None:
+            delta.tool_calls = [call for call in delta.tool_calls if call.index < self._most]
+        answer.written.append(kwargs["delta_text"])
+        if kwargs["finished"] or (delta and (delta.tool_calls or not answer.told)):
+            told = delta.model_dump() if delta else {}
+            answer.note(told)
+            # A stream has one call at a time, and those before the last have ended.
+            last = max(answer.calls, default=0)
+            whole = kwargs["finished"] and self.end == End()
+            if whole and answer.complete(told, self._read, self._most, last):
+                return DeltaMessage.model_validate(told)
         return delta
+
+    def _read(self, text: str) -> Read:
+        _, content, calls = self._made().parse(text, self._request, enable_auto_tools=True)
+        return content or "", [(call.name, call.arguments) for call in calls or ()]
+
+
+async def _told_ends(contexts: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The contexts of a response's stream, whose parser is told how the engine ended it."""
+    async for context in contexts:
+        if (parser := context.response_parser) is not None and context.last_output is not None:
+            for output in context.last_output.outputs:
+                parser.end = _end_of(output) or parser.end
+        yield context
 
 
 _CLASSES: dict[str, Callable[..., Any]] = {
@@ -163,10 +203,16 @@ async def _noted(results: AsyncIterator[Any], ends: dict[int, End]) -> AsyncIter
     """The results; ``ends`` gets how the engine ended each of a request's answers."""
     async for result in results:
         for output in result.outputs:
-            if output.finish_reason is not None:
-                at_text = isinstance(output.stop_reason, str)
-                ends[output.index] = End(output.finish_reason, at_text)
+            if (end := _end_of(output)) is not None:
+                ends[output.index] = end
         yield result
+
+
+def _end_of(output: Any) -> End | None:
+    """How the engine ended an answer; None: it has not."""
+    if output.finish_reason is None:
+        return None
+    return End(output.finish_reason, isinstance(output.stop_reason, str))
 
 
 @dataclass
@@ -178,6 +224,43 @@ class _Answer:
     """Whether any of it has been sent as content or reasoning."""
     calls: dict[int, str] = field(default_factory=dict)
     """Arguments, by the number of a call."""
+
+    def note(self, delta: Mapping[str, Any]) -> None:
+        """Note what a chunk says."""
+        self.told |= bool(delta.get("content") or delta.get("reasoning"))
+        for call in delta.get("tool_calls") or ():
+            said = (call.get("function") or {}).get("arguments") or ""
+            self.calls[call["index"]] = self.calls.get(call["index"], "") + said
+
+    def complete(
+        self, delta: dict[str, Any], read: Callable[[str], Read], most: int | None, first: int = 0
+    ) -> bool:
+        """Add to the last chunk what an answer that is whole has not sent yet, of its calls
+        ``first`` and later, ``most`` in all; whether there is any."""
+        cut = not all(map(is_whole, self.calls.values()))
+        if not cut and (self.calls or self.told):
+            return False
+        try:
+            content, calls = read("".join(self.written))
+        except Exception:
+            _log.exception("the calls of an answer cannot be read")
+            return False
+        added = bool(content) and not self.told
+        if added:
+            delta["content"] = content
+        for index, (name, arguments) in enumerate(calls[first:most], first):
+            said = self.calls.get(index)
+            if said is None:
+                head = {"id": make_tool_call_id(), "type": "function", "index": index}
+                more = {**head, "function": {"name": name, "arguments": arguments}}
+            elif arguments != said and arguments.startswith(said):
+                more = {"index": index, "function": {"arguments": arguments[len(said) :]}}
+            else:
+                continue
+            delta["tool_calls"] = [*(delta.get("tool_calls") or ()), more]
+            self.calls[index] = arguments
+            added = True
+        return added
 
 
 class _ToldStream:
@@ -216,38 +299,11 @@ class _ToldStream:
         """Note what a chunk says of an answer; whether the chunk was changed."""
         answer, delta = self._answers[choice["index"]], choice["delta"]
         dropped = self._whole and delta.pop("tool_calls", None) is not None
-        answer.told |= bool(delta.get("content") or delta.get("reasoning"))
-        for call in delta.get("tool_calls") or ():
-            said = (call.get("function") or {}).get("arguments") or ""
-            answer.calls[call["index"]] = answer.calls.get(call["index"], "") + said
+        answer.note(delta)
         if choice.get("finish_reason") is None:
             return dropped
         end = self._ends.get(choice["index"], End())
         if end == End():
-            self._complete(answer, delta)
+            answer.complete(delta, self._read, self._most)
         choice["finish_reason"] = finish_reason(end, answer.calls.values())
         return True
-
-    def _complete(self, answer: _Answer, delta: dict[str, Any]) -> None:
-        """Add to the last chunk what an answer that is whole has not sent yet."""
-        cut = not all(map(is_whole, answer.calls.values()))
-        if not cut and (answer.calls or answer.told):
-            return
-        try:
-            content, calls = self._read("".join(answer.written))
-        except Exception:
-            _log.exception("the calls of an answer cannot be read")
-            return
-        if content and not answer.told:
-            delta["content"] = content
-        for index, (name, arguments) in enumerate(calls[: self._most]):
-            said = answer.calls.get(index)
-            if said is None:
-                head = {"id": make_tool_call_id(), "type": "function", "index": index}
-                more = {**head, "function": {"name": name, "arguments": arguments}}
-            elif arguments != said and arguments.startswith(said):
-                more = {"index": index, "function": {"arguments": arguments[len(said) :]}}
-            else:
-                continue
-            delta["tool_calls"] = [*(delta.get("tool_calls") or ()), more]
-            answer.calls[index] = arguments

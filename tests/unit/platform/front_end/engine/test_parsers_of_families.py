@@ -14,6 +14,9 @@ from transformers import AutoTokenizer
 from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.responses.context import SimpleContext
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.parser.parser_manager import ParserManager
 
@@ -122,23 +125,24 @@ def test_a_call_is_read(parser: str) -> None:
     assert [(each.name, json.loads(each.arguments)) for each in calls] == [("find", {"what": "x"})]
 
 
-@pytest.mark.parametrize("parser", WRITTEN)
-def test_a_call_is_read_as_it_is_streamed(parser: str) -> None:
+async def results(parser: str) -> AsyncIterator[RequestOutput]:
+    """A family's call, of which each output has a token."""
     words = tokenizer(parser)
     ids = words.encode(bar(WRITTEN[parser]), add_special_tokens=False)
+    for count, one in enumerate(ids, 1):
+        piece = words.decode([one], skip_special_tokens=False)
+        last = count == len(ids)
+        output = CompletionOutput(0, piece, [one], 0.0, None)
+        output.finish_reason = "stop" if last else None
+        yield RequestOutput("r", "", [1], None, [output], finished=last)
 
-    async def results() -> AsyncIterator[RequestOutput]:
-        for count, one in enumerate(ids, 1):
-            piece = words.decode([one], skip_special_tokens=False)
-            last = count == len(ids)
-            output = CompletionOutput(0, piece, [one], 0.0, None)
-            output.finish_reason = "stop" if last else None
-            yield RequestOutput("r", "", [1], None, [output], finished=last)
 
+@pytest.mark.parametrize("parser", WRITTEN)
+def test_a_call_is_read_as_it_is_streamed(parser: str) -> None:
     async def chunks() -> list[str]:
         streamed = ChatCompletionRequest(**(request().model_dump() | {"stream": True}))
         noted = RequestResponseMetadata(request_id="r")
-        given: Any = (streamed, results(), "r", "m", [], words, noted)
+        given: Any = (streamed, results(parser), "r", "m", [], tokenizer(parser), noted)
         made = serving(OpenAIServingChat, parser).chat_completion_stream_generator(*given)
         return [chunk async for chunk in made if "[DONE]" not in chunk]
 
@@ -150,6 +154,37 @@ def test_a_call_is_read_as_it_is_streamed(parser: str) -> None:
                 name += call["function"].get("name") or ""
                 arguments += call["function"].get("arguments") or ""
     assert (name, json.loads(arguments), reason) == ("find", {"what": "x"}, "tool_calls")
+
+
+# vLLM's parser of InternLM reads the tools of chats alone.
+@pytest.mark.parametrize("parser", sorted(WRITTEN.keys() - {"internlm"}))
+def test_a_response_streams_it_as_well(parser: str) -> None:
+    tools = [{"type": "function", **TOOL["function"]}]
+    asked = ResponsesRequest(model="m", input="x", tools=tools, stream=True)
+    made = serving(OpenAIServingResponses, parser)
+    context = SimpleContext(
+        response_parser=made._make_response_parser(asked, tokenizer(parser), {})
+    )
+
+    async def contexts() -> AsyncIterator[SimpleContext]:
+        async for result in results(parser):
+            context.append_output(result)
+            yield context
+
+    async def events() -> list[Any]:
+        rest: Any = (context, "m", tokenizer(parser), None, 0, lambda event: event)
+        got = made._process_simple_streaming_events(asked, None, contexts(), *rest)
+        return [event async for event in got]
+
+    told = asyncio.run(events())
+    (call,) = (
+        event.item
+        for event in told
+        if event.type == "response.output_item.done" and event.item.type == "function_call"
+    )
+    assert (call.name, json.loads(call.arguments)) == ("find", {"what": "x"})
+    pieces = [e.delta for e in told if e.type == "response.function_call_arguments.delta"]
+    assert "".join(pieces) == call.arguments
 
 
 @pytest.mark.parametrize("parser", THOUGHT)
