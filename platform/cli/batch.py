@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import Annotated
 
 import typer
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from loomserve.platform.cli.status import DEFAULT_URL, Token, Url, carry_out, duration
-from loomserve.platform.cli.tables import add_row, display, new_table, stacked
+from loomserve.platform.cli.admin_client import AdminClient, AdminCommands
+from loomserve.platform.cli.status import duration
+from loomserve.platform.cli.tables import Figure, Row, display, stacked, table
 from loomserve.platform.state import BatchLaneState, BatchState
 
-batch = typer.Typer(no_args_is_help=True, help="Batches, of all API keys.")
+batch = AdminCommands(no_args_is_help=True, help="Batches, of all API keys.")
 
 BatchId = Annotated[str, typer.Argument(help="The batch's id.")]
 
 
 @batch.command("list")
-def list_batches(url: Url = DEFAULT_URL, token: Token = None) -> None:
+def list_batches(platform: AdminClient) -> None:
     """Show the batches that have not ended."""
-    answer = carry_out("GET", url, token, "batches")
-    display(render(BatchLaneState.model_validate_json(answer.content)))
+    display(render(platform.get("batches", BatchLaneState)))
 
 
 @batch.command()
-def show(batch_id: BatchId, url: Url = DEFAULT_URL, token: Token = None) -> None:
+def show(platform: AdminClient, batch_id: BatchId) -> None:
     """Show one batch, ended or not."""
-    answer = carry_out("GET", url, token, f"batches/{batch_id}")
-    display(_table([BatchState.model_validate_json(answer.content)]))
+    display(table("Batches", [_row(platform.get(f"batches/{batch_id}", BatchState))]))
 
 
 @batch.command()
-def cancel(batch_id: BatchId, url: Url = DEFAULT_URL, token: Token = None) -> None:
+def cancel(platform: AdminClient, batch_id: BatchId) -> None:
     """Cancel a batch; what has been answered is kept."""
-    carry_out("POST", url, token, f"batches/{batch_id}/cancel")
+    platform.carry_out("POST", f"batches/{batch_id}/cancel")
     typer.echo(f"{batch_id} is being cancelled")
 
 
@@ -56,24 +53,19 @@ def render(state: BatchLaneState) -> RenderableType:
         for model in state.offline_models
         if not model.ready
     ]
-    return stacked(_table(state.batches), *offline, Text(note, style="dim"))
+    return stacked(table("Batches", map(_row, state.batches)), *offline, Text(note, style="dim"))
 
 
-def _table(batches: Iterable[BatchState]) -> Table:
-    table = new_table(
-        "batch", "key", "status",
-        numbers=("lines", "done", "failed", "in flight", "ready in", "window ends in"),
-        title="Batches",
-    )  # fmt: skip
-    for one in batches:
-        ready = "-" if one.eta_s is None else duration(one.eta_s)
-        add_row(
-            table,
-            one.id,
-            one.api_key or "-",
-            one.status,
-            *map(str, (one.total, one.completed, one.failed, one.in_flight)),
-            f"{ready} (late)" if one.late else ready,
-            duration(max(0.0, one.expires_at - time.time())),
-        )
-    return table
+def _row(one: BatchState) -> Row:
+    ready = "-" if one.eta_s is None else duration(one.eta_s)
+    return {
+        "batch": one.id,
+        "key": one.api_key or "-",
+        "status": one.status,
+        "lines": one.total,
+        "done": one.completed,
+        "failed": one.failed,
+        "in flight": one.in_flight,
+        "ready in": Figure(f"{ready} (late)" if one.late else ready),
+        "window ends in": Figure(duration(max(0.0, one.expires_at - time.time()))),
+    }

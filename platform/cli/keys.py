@@ -8,13 +8,14 @@ from typing import Annotated
 
 import typer
 import yaml
+from rich.text import Text
 
 from loomserve.platform import config as configuration
 from loomserve.platform.access.keys import hash_key, new_key
 from loomserve.platform.access.live_keys import read_keys, with_absolute_path
 from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.base.files import replace_private
-from loomserve.platform.cli.tables import display, new_table
+from loomserve.platform.cli.tables import display, table
 from loomserve.platform.config import ApiKey
 
 keys = typer.Typer(no_args_is_help=True, help="API keys and admin tokens.")
@@ -48,13 +49,17 @@ def create(
 def list_keys(path: ConfigPath) -> None:
     """Show the API keys of a configuration and its keys file: what they may, and no secrets."""
     config = configuration.load(path)
-    table = new_table("KEY", "MODELS", "LIMITS", "EXPIRES", "WHERE")
-    for key in read_keys(with_absolute_path(config.server, path.parent)):
-        where = "configuration" if key in config.server.api_keys else "keys file"
-        expires = key.expires_at.isoformat(" ", "minutes") if key.expires_at else "-"
-        limits = ", ".join(_limits(key)) or "-"
-        table.add_row(key.name, ", ".join(key.models) or "all", limits, expires, where)
-    display(table)
+    rows = (
+        {
+            "KEY": key.name,
+            "MODELS": ", ".join(key.models) or "all",
+            "LIMITS": ", ".join(_limits(key)) or "-",
+            "EXPIRES": key.expires_at.isoformat(" ", "minutes") if key.expires_at else "-",
+            "WHERE": "configuration" if key in config.server.api_keys else "keys file",
+        }
+        for key in read_keys(with_absolute_path(config.server, path.parent))
+    )
+    display(table(None, rows) or Text("no API keys"))
 
 
 @keys.command()

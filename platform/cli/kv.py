@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -9,79 +10,84 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from loomserve.platform.cli.status import DEFAULT_URL, Token, Url, carry_out
-from loomserve.platform.cli.tables import add_row, display, new_table, stacked
+from loomserve.platform.cli.admin_client import AdminClient, AdminCommands
+from loomserve.platform.cli.tables import Row, display, fixed, mebibytes, stacked, table
 from loomserve.platform.state import KvModelState, KvNetworkState, KvState
 
-kv = typer.Typer(invoke_without_command=True, help="The store of KV blocks.")
+kv = AdminCommands(invoke_without_command=True, help="The store of KV blocks.")
 
 
 @kv.callback()
-def show(context: typer.Context, url: Url = DEFAULT_URL, token: Token = None) -> None:
+def show(platform: AdminClient, context: typer.Context) -> None:
     """Show what the store holds."""
     if context.invoked_subcommand is None:
-        state = KvState.model_validate_json(carry_out("GET", url, token, "kv").content)
-        display(render(state))
+        display(render(platform.get("kv", KvState)))
 
 
 @kv.command()
 def flush(
+    platform: AdminClient,
     model: Annotated[str, typer.Argument(help="Whose blocks; none named means all.")] = "",
-    url: Url = DEFAULT_URL,
-    token: Token = None,
 ) -> None:
     """Forget all blocks that no request reads at this moment and nobody pinned."""
-    answer = carry_out("POST", url, token, "kv/flush", {"model": model or None})
+    answer = platform.carry_out("POST", "kv/flush", {"model": model or None})
     typer.echo(f"{answer.json()['blocks']} blocks forgotten")
 
 
 def render(state: KvState) -> RenderableType:
-    tiers = new_table("tier", numbers=("used MiB", "of MiB", "%"), title="KV store")
+    note = f"{state.leases} leases, {state.writers} writers, {state.corrupt_blocks} corrupt blocks"
+    return stacked(
+        table("KV store", _tiers(state)),
+        table("Blocks by model", map(_model, state.models)),
+        *(_peers(one.network) for one in (state, *state.nodes.values()) if one.network),
+        Text(note, style="dim"),
+    )
+
+
+def _tiers(state: KvState) -> Iterator[Row]:
     for name, used, capacity in (
         ("memory", state.used_bytes, state.capacity_bytes),
         ("ssd", state.ssd_used_bytes, state.ssd_capacity_bytes),
     ):
         if capacity:
-            share = f"{100 * used / capacity:.1f}"
-            add_row(tiers, name, _mebibytes(used), _mebibytes(capacity), share)
-    figures = ("in memory", "MiB", "on SSD", "MiB", "hits", "misses", "hit %", "evicted")
-    models = new_table("model", numbers=figures, title="Blocks by model")
-    for model in state.models:
-        add_row(models, model.model, *_figures(model))
-    note = f"{state.leases} leases, {state.writers} writers, {state.corrupt_blocks} corrupt blocks"
-    tables = [tiers, models]
-    tables += [_peers(one.network) for one in (state, *state.nodes.values()) if one.network]
-    return stacked(*tables, Text(note, style="dim"))
+            share = fixed(100 * used / capacity)
+            yield {
+                "tier": name,
+                "used MiB": mebibytes(used),
+                "of MiB": mebibytes(capacity),
+                "%": share,
+            }
 
 
-def _peers(network: KvNetworkState) -> Table:
-    failed = ", ".join(f"{count} {reason}" for reason, count in network.failed_fetches.items())
-    peers = new_table(
-        "node",
-        numbers=("fetches", "begin ms", "MiB/s"),
-        title=f"Peers of {network.node}: {network.fetched_blocks} blocks fetched"
-        f" ({_mebibytes(network.fetched_bytes)} MiB), {network.directory_blocks} known"
-        + (f"; failed: {failed}" if failed else ""),
-    )
-    for peer in network.peers:
-        rate = peer.bytes_per_s / 2**20
-        add_row(peers, peer.node, str(peer.fetches), f"{1000 * peer.setup_s:.1f}", f"{rate:.0f}")
-    return peers
-
-
-def _figures(model: KvModelState) -> list[str]:
+def _model(model: KvModelState) -> Row:
     looked_up = model.hit_blocks + model.missed_blocks
-    return [
-        str(model.blocks_in_memory),
-        _mebibytes(model.bytes_in_memory),
-        str(model.blocks_on_ssd),
-        _mebibytes(model.bytes_on_ssd),
-        str(model.hit_blocks),
-        str(model.missed_blocks),
-        f"{100 * model.hit_blocks / looked_up:.1f}" if looked_up else "-",
-        str(model.evicted_blocks),
+    return {
+        "model": model.model,
+        "in memory": model.blocks_in_memory,
+        "MiB": mebibytes(model.bytes_in_memory),
+        "on SSD": model.blocks_on_ssd,
+        "SSD MiB": mebibytes(model.bytes_on_ssd),
+        "hits": model.hit_blocks,
+        "misses": model.missed_blocks,
+        "hit %": fixed(100 * model.hit_blocks / looked_up if looked_up else None),
+        "evicted": model.evicted_blocks,
+    }
+
+
+def _peers(network: KvNetworkState) -> Table | Text:
+    failed = ", ".join(f"{count} {reason}" for reason, count in network.failed_fetches.items())
+    title = (
+        f"Peers of {network.node}: {network.fetched_blocks} blocks fetched"
+        f" ({mebibytes(network.fetched_bytes)} MiB), {network.directory_blocks} known"
+        + (f"; failed: {failed}" if failed else "")
+    )
+    rows: list[Row] = [
+        {
+            "node": peer.node,
+            "fetches": peer.fetches,
+            "begin ms": fixed(1000 * peer.setup_s),
+            "MiB/s": fixed(peer.bytes_per_s / 2**20, 0),
+        }
+        for peer in network.peers
     ]
-
-
-def _mebibytes(size: int) -> str:
-    return f"{size / 2**20:.0f}"
+    return table(title, rows) or Text(title)

@@ -2,100 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated
 
 import typer
 from rich.console import RenderableType
-from rich.table import Table
+from rich.text import Text
 
-from loomserve.platform.cli.status import DEFAULT_URL, Token, Url, carry_out, loan_table
-from loomserve.platform.cli.tables import add_row, display, new_table, stacked
-from loomserve.platform.state import LendingModelState, LendingState, SlicingState
+from loomserve.platform.cli.admin_client import AdminClient, AdminCommands
+from loomserve.platform.cli.status import loan_table
+from loomserve.platform.cli.tables import Figure, Row, display, fixed, mebibytes, stacked, table
+from loomserve.platform.state import LendingPairState, LendingState, LentState, SlicingState
 
-lending = typer.Typer(invoke_without_command=True, help="Loans of KV memory and attention.")
+lending = AdminCommands(invoke_without_command=True, help="Loans of KV memory and attention.")
 
 Borrower = Annotated[str, typer.Argument(help="The model that borrows.")]
 Lender = Annotated[str, typer.Argument(help="The model that lends.")]
 
 
 @lending.callback()
-def show(context: typer.Context, url: Url = DEFAULT_URL, token: Token = None) -> None:
+def show(platform: AdminClient, context: typer.Context) -> None:
     """Show pairs, loans and budgets."""
     if context.invoked_subcommand is None:
-        state = LendingState.model_validate_json(carry_out("GET", url, token, "lending").content)
-        display(render(state))
+        display(render(platform.get("lending", LendingState)))
 
 
 @lending.command()
-def enable(borrower: Borrower, lender: Lender, url: Url = DEFAULT_URL, token: Token = None) -> None:
+def enable(platform: AdminClient, borrower: Borrower, lender: Lender) -> None:
     """Let a model borrow from another again, without the limits that plans have set."""
-    _switch(borrower, lender, True, url, token)
+    platform.carry_out("PUT", f"lending/pairs/{borrower}/{lender}", {"enabled": True})
+    typer.echo(f"{borrower} may borrow from {lender}")
 
 
 @lending.command()
-def disable(
-    borrower: Borrower, lender: Lender, url: Url = DEFAULT_URL, token: Token = None
-) -> None:
+def disable(platform: AdminClient, borrower: Borrower, lender: Lender) -> None:
     """Drain the loans of a pair and open none, also for replicas yet to come."""
-    _switch(borrower, lender, False, url, token)
+    platform.carry_out("PUT", f"lending/pairs/{borrower}/{lender}", {"enabled": False})
+    typer.echo(f"{borrower} does not borrow from {lender}")
 
 
 @lending.command()
 def drain(
-    name: Annotated[str, typer.Argument(help="The loan's name.")],
-    url: Url = DEFAULT_URL,
-    token: Token = None,
+    platform: AdminClient, name: Annotated[str, typer.Argument(help="The loan's name.")]
 ) -> None:
     """End a loan once no request is there; another may follow after a minute."""
-    carry_out("POST", url, token, f"lending/loans/{name}/drain")
+    platform.carry_out("POST", f"lending/loans/{name}/drain")
     typer.echo(f"{name} drains")
 
 
 def render(state: LendingState) -> RenderableType:
     """The state as tables: models with their budgets, pairs, loans."""
-    figures = ("lends MiB", "borrows MiB", "TPOT budget")
-    models = new_table("model", numbers=figures, title="Lending and borrowing")
-    for model in state.models:
-        add_row(models, model.model, *_budgets(model))
-    pairs = new_table("borrower", "lender", "", title="Pairs", whole=2)
-    for pair in state.pairs:
-        limits = (f"at most {size >> 20} MiB on {at}" for at, size in pair.limits.items())
-        said = ", ".join(filter(None, (*limits, pair.problem))) if pair.enabled else "switched off"
-        add_row(pairs, pair.borrower, pair.lender, said)
-    return stacked(models, pairs, loan_table(state.loans), _lent(state))
+    models: list[Row] = [
+        {
+            "model": model.model,
+            "lends MiB": mebibytes(model.lend_memory),
+            "borrows MiB": mebibytes(model.borrow_memory),
+            "TPOT budget": Figure("-" if (of := model.tpot_budget) is None else f"{of:.2f} x"),
+        }
+        for model in state.models
+    ]
+    return stacked(
+        table("Lending and borrowing", models) or Text("no model lends or borrows"),
+        table("Pairs", map(_pair, state.pairs), whole=2),
+        loan_table(state.loans),
+        table("Lent memory", map(_lent, state.lent)),
+    )
 
 
-def _budgets(model: LendingModelState) -> Iterable[str]:
-    yield from (_mebibytes(size) for size in (model.lend_memory, model.borrow_memory))
-    yield "-" if model.tpot_budget is None else f"{model.tpot_budget:.2f} x"
+def _pair(pair: LendingPairState) -> Row:
+    limits = (f"at most {size >> 20} MiB on {at}" for at, size in pair.limits.items())
+    said = ", ".join(filter(None, (*limits, pair.problem))) if pair.enabled else "switched off"
+    return {"borrower": pair.borrower, "lender": pair.lender, "": said}
 
 
-def _lent(state: LendingState) -> Table:
-    table = new_table(
-        "loan", "lender", "borrower",
-        numbers=("blocks", "at most", "taken back", "wait µs", "service µs"), title="Lent memory",
-    )  # fmt: skip
-    table.add_column("operators sliced into (predicted wait µs, before)")
-    for lent in state.lent:
-        blocks = (lent.blocks, lent.most_blocks, lent.taken_back_blocks)
-        times = (f"{lent.wait_us:.0f}", f"{lent.service_us:.0f}")
-        cells = (*map(str, blocks), *times, ", ".join(map(_split, lent.slicing.items())))
-        add_row(table, lent.name, lent.lender, lent.borrower, *cells)
-    return table
+def _lent(lent: LentState) -> Row:
+    return {
+        "loan": lent.name,
+        "lender": lent.lender,
+        "borrower": lent.borrower,
+        "blocks": lent.blocks,
+        "at most": lent.most_blocks,
+        "taken back": lent.taken_back_blocks,
+        "wait µs": fixed(lent.wait_us, 0),
+        "service µs": fixed(lent.service_us, 0),
+        "operators sliced into (predicted wait µs, before)": ", ".join(
+            map(_split, lent.slicing.items())
+        ),
+    }
 
 
 def _split(of: tuple[str, SlicingState]) -> str:
     kind, split = of
     parts = " ".join(f"{name} {count}" for name, count in split.slices.items()) or "none"
     return f"{kind}: {parts} ({split.wait_us:.0f}, {split.wait_whole_us:.0f})"
-
-
-def _mebibytes(size: int | None) -> str:
-    return "-" if size is None else f"{size / 2**20:.0f}"
-
-
-def _switch(borrower: str, lender: str, enabled: bool, url: str, token: str | None) -> None:
-    path = f"lending/pairs/{borrower}/{lender}"
-    carry_out("PUT", url, token, path, {"enabled": enabled})
-    typer.echo(f"{borrower} {'may' if enabled else 'does not'} borrow from {lender}")

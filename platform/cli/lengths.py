@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.cli.tables import display, new_table, say
+from loomserve.platform.cli.tables import Figure, Row, display, fixed, say, table
 from loomserve.platform.lengths.training.samples import read_all
 from loomserve.platform.models import catalog
 
@@ -54,14 +54,14 @@ def train(
 
     folder = folder_of(name)
     model_folder = _model_folder(embeddings)
-    table = TokenEmbeddings(model_folder)
-    samples = read_all(files, table.tokens, model)
+    known = TokenEmbeddings(model_folder)
+    samples = read_all(files, known.tokens, model)
     # Imported here: scikit-learn takes seconds.
     from loomserve.platform.lengths.training import fit, split
     from loomserve.platform.lengths.training.versions import PredictorVersions
 
     folds = [split.fold(g, 5) for g in split.groups([sample.query for sample in samples])]
-    fitted, learnt = fit.train(kind, samples, folds, table, calibrate_on=0)
+    fitted, learnt = fit.train(kind, samples, folds, known, calibrate_on=0)
     version = PredictorVersions(folder).publish(fitted, learnt)
     remember_embeddings(folder, model_folder)
     say(
@@ -87,8 +87,7 @@ def evaluate(
     from loomserve.platform.lengths.training import evaluation
 
     scores = evaluation.evaluate(samples, known)
-    for table in tables(scores):
-        display(table)
+    display(*tables(scores))
     if save is not None:
         try:
             save.write_text(json.dumps([asdict(score) for score in scores], indent=1) + "\n")
@@ -96,25 +95,25 @@ def evaluate(
             raise ConfigError(f"--save {save}: cannot be written ({error.strerror})") from None
 
 
-def tables(scores: Sequence[PredictorScore]) -> Iterator[Table]:
+def tables(scores: Sequence[PredictorScore]) -> Iterator[Table | None]:
     """One table for each task with one row for each predictor; shares in percent."""
     for task in sorted({score.task for score in scores}):
         of_task = [score for score in scores if score.task == task]
         title = f"{task}: {of_task[0].requests} requests; shares in percent"
-        figures = ("bucket", "±1", "MAE", "r", "in 90", "width", "ms")
-        table = new_table("predictor", numbers=figures, title=title)
-        for score in of_task:
-            table.add_row(
-                score.predictor,
-                f"{100 * score.bucket:.1f}",
-                f"{100 * score.near:.1f}",
-                f"{score.mae:.1f}",
-                "" if score.r is None else f"{score.r:.2f}",
-                f"{100 * score.coverage:.1f}",
-                f"{score.width:.0f}",
-                f"{score.p50_ms:.2f}",
-            )
-        yield table
+        yield table(title, map(_row, of_task))
+
+
+def _row(score: PredictorScore) -> Row:
+    return {
+        "predictor": score.predictor,
+        "bucket": fixed(100 * score.bucket),
+        "±1": fixed(100 * score.near),
+        "MAE": fixed(score.mae),
+        "r": Figure() if score.r is None else fixed(score.r, 2),
+        "in 90": fixed(100 * score.coverage),
+        "width": fixed(score.width, 0),
+        "ms": fixed(score.p50_ms, 2),
+    }
 
 
 def _model_folder(source: str) -> Path:

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from loomserve.platform import config as configuration
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.cli.status import DEFAULT_URL, Token, Url, client_for, fetch, parser_lines
-from loomserve.platform.cli.tables import add_row, display, new_table, say, stacked
+from loomserve.platform.cli.admin_client import AdminClient, asks_platform
+from loomserve.platform.cli.status import parser_lines
+from loomserve.platform.cli.tables import Figure, Row, display, fixed, say, table
 from loomserve.platform.config import Model
 from loomserve.platform.placement import device_profile
 from loomserve.platform.placement.configured import profile_path, wanted_of
@@ -66,32 +67,34 @@ def placement(
         raise typer.Exit(1)
 
 
+@asks_platform
 def plan(
+    platform: AdminClient,
     path: Annotated[
         Path | None, typer.Argument(help="The configuration file; none: what runs now.")
     ] = None,
-    url: Url = DEFAULT_URL,
-    token: Token = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Show where models go, which start at once, and why; nothing has to run for a file."""
-    if path is not None:
-        shown = plan_of_file(path, _say)
-    else:
-        with client_for(url) as client:
-            shown = plan_of_platform(fetch(client, url, token))
+    shown = plan_of_platform(platform.state()) if path is None else plan_of_file(path, _say)
     if as_json:
         _print_json(TypeAdapter(PlacementPlan).dump_python(shown, mode="json"))
         return
-    devices = new_table("device", "place", numbers=("GiB for models",), title="Devices")
-    for device in shown.devices:
-        devices.add_row(device.name, device.place, _gib(device.memory))
-    models = new_table("model", "devices", "start", numbers=("GiB",), title="Models", whole=1)
-    models.add_column("why", overflow="fold")
-    for each in shown.models:
-        devices_of = ", ".join(each.devices)
-        add_row(models, each.name, devices_of, each.start, _gib(each.size), each.why)
-    display(stacked(devices, models, *parser_lines(shown.models)))
+    devices: list[Row] = [
+        {"device": each.name, "place": each.place, "GiB for models": _gib(each.memory)}
+        for each in shown.devices
+    ]
+    models: list[Row] = [
+        {
+            "model": each.name,
+            "devices": ", ".join(each.devices),
+            "start": each.start,
+            "GiB": _gib(each.size),
+            "why": each.why,
+        }
+        for each in shown.models
+    ]
+    display(table("Devices", devices), table("Models", models), *parser_lines(shown.models))
 
 
 def _print_json(data: object) -> None:
@@ -102,8 +105,8 @@ def _say(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _gib(size: float | None) -> str:
-    return "-" if size is None else f"{size / 2**30:.1f}"
+def _gib(size: float | None) -> Figure:
+    return fixed(None if size is None else size / 2**30)
 
 
 def _mode(model: Model, given: str | None) -> Mode:
@@ -134,17 +137,9 @@ def _print(placed: PlacedModel) -> None:
     if placed.placement is None:
         say(f"{name}: {explanation.why_not(placed)}")
         return
-    table = new_table(
-        "stage", "device", "layers", "memory", "busy a step", "",
-        title=f"{name} ({placed.placement.mode})", whole=2,
-    )  # fmt: skip
-    for row in explanation.rows(placed):
-        table.add_row(*row)
-    display(table)
+    title = f"{name} ({placed.placement.mode})"
+    display(table(title, explanation.rows(placed), whole=2))
     for line in explanation.summary(placed):
         say(line)
-    figures = ("instead", "layers", "step every", "latency", "")
-    others = new_table(*figures, title="Why not others")
-    for other in explanation.alternatives(placed):
-        others.add_row(*explanation.other_row(placed, other))
-    display(others)
+    others = explanation.alternatives(placed)
+    display(table("Why not others", (explanation.other_row(placed, each) for each in others)))

@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
-from rich.table import Table
 from typer.core import TyperGroup
 
 from loomserve.platform import config as configuration
 from loomserve.platform.base.errors import ConfigError, StartError
-from loomserve.platform.cli.tables import display, new_table, say
+from loomserve.platform.cli.tables import Row, display, say, table
 from loomserve.platform.config import LOCAL_NODE, Device, parse_bytes
 from loomserve.platform.costs.profile import Transfer, save
 from loomserve.platform.devices.gpus import check_devices, gpus_here, lack_of
@@ -80,7 +80,6 @@ def profile_model(
         block_size=block_size,
         enforce_eager=not compile_model,
     )
-    display(table(findings))
     for line in summary(findings):
         say(line)
     say(f"written to {save(findings.profile)}")
@@ -121,38 +120,33 @@ def profile_devices(
     from loomserve.platform.engine.profiling import device_speed
 
     found = device_speed.profile_devices(checked.devices, models, batch or [1, 8, 16], say)
-    display(device_table(found))
+    display(table("Devices", _device_rows(found)))
     target = out or device_profile.default_path()
     device_profile.save(found, target)
     say(f"written to {target}; loomserve placement {path} divides models by it")
 
 
-def device_table(found: DeviceProfile) -> Table:
-    shown = new_table(
-        "device", "place", "memory", "reads", "computes", "model", "a layer", "the ends",
-        title="Devices",
-    )  # fmt: skip
+def _device_rows(found: DeviceProfile) -> Iterator[Row]:
     for device in found.devices:
-        speed = (
-            device.name,
-            device.place,
-            f"{device.memory / 2**30:.1f} GiB",
-            f"{device.bytes_per_s / 1e9:.1f} GB/s",
-            f"{device.flop_per_s / 1e9:.0f} GFLOP/s",
-        )
+        speed: dict[str, str] = {
+            "device": device.name,
+            "place": device.place,
+            "memory": f"{device.memory / 2**30:.1f} GiB",
+            "reads": f"{device.bytes_per_s / 1e9:.1f} GB/s",
+            "computes": f"{device.flop_per_s / 1e9:.0f} GFLOP/s",
+        }
         timed = [
-            (
-                f"{each.model}, {times.batch} requests",
-                f"{1000 * times.layer_s:.2f} ms",
-                f"{1000 * (times.stage_s + times.first_s + times.last_s):.2f} ms",
-            )
+            {
+                "model": f"{each.model}, {times.batch} requests",
+                "a layer": f"{1000 * times.layer_s:.2f} ms",
+                "the ends": f"{1000 * (times.stage_s + times.first_s + times.last_s):.2f} ms",
+            }
             for each in device.models
             for times in each.times
         ]
-        for row in timed or [("-", "-", "-")]:
-            shown.add_row(*speed, *row)
-            speed = ("",) * 5
-    return shown
+        for row in timed or [dict.fromkeys(("model", "a layer", "the ends"), "-")]:
+            yield {**speed, **row}
+            speed = dict.fromkeys(speed, "")
 
 
 def parse_device(text: str) -> Device:
@@ -167,17 +161,6 @@ def parse_device(text: str) -> Device:
         ) from None
 
 
-def table(findings: Findings) -> Table:
-    """Table of the errors of all regressors and degrees, in percent."""
-    degrees = sorted({score.degree for score in findings.scores})
-    title = "Error (MAPE, %) by degree of polynomial"
-    shown = new_table("regressor", numbers=tuple(map(str, degrees)), title=title)
-    for name in dict.fromkeys(score.regressor for score in findings.scores):
-        errors = {s.degree: s.mape for s in findings.scores if s.regressor == name}
-        shown.add_row(name, *(f"{100 * errors[degree]:.2f}" for degree in degrees))
-    return shown
-
-
 def summary(findings: Findings) -> list[str]:
     """Describe the findings in plain words."""
     profile = findings.profile
@@ -185,9 +168,8 @@ def summary(findings: Findings) -> list[str]:
     return [
         f"{len(profile.samples)} steps on {engine.device} ({engine.threads} threads, "
         f"{engine.dtype}, vLLM {engine.vllm})",
-        f"winner: {profile.regressor} of degree {profile.degree}; on steps that it has not seen it "
-        f"is {100 * profile.mape:.1f} % off, and {100 * findings.corrected:.1f} % when corrected "
-        "by the steps before",
+        f"predictions of steps that the profile has not seen are {100 * profile.mape:.1f} % off, "
+        f"and {100 * findings.corrected:.1f} % when they learn from the steps before",
         f"without a profile, learning as it runs: {100 * findings.learnt:.1f} % off",
         f"the machine itself: the same step is {_share(profile.noise)} off its own median",
         f"out of the engine: {_transfer(profile.swap_out)}",

@@ -34,7 +34,7 @@ from loomserve.platform.base.errors import RayEnded, StartError
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.cli.admin_token import with_admin_token
 from loomserve.platform.cli.checks.machine import check_machine, check_what_one_has
-from loomserve.platform.cli.own_server import (
+from loomserve.platform.cli.checks.server import (
     descriptors,
     sizes,
     tenancy,

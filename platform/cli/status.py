@@ -6,17 +6,14 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Annotated
 
-import httpx
 import typer
-from pydantic import ValidationError
 from rich.console import RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from loomserve.platform.base.errors import LoomserveError
-from loomserve.platform.cli.admin_token import on_this_machine, only_to_own_user, token_for
-from loomserve.platform.cli.tables import add_row, display, new_table, stacked
+from loomserve.platform.cli.admin_client import AdminClient, StatusError, asks_platform
+from loomserve.platform.cli.tables import Figure, Row, display, fixed, stacked, table
 from loomserve.platform.config import LOCAL_NODE
 from loomserve.platform.placement.plan import PlannedModel
 from loomserve.platform.state import (
@@ -27,13 +24,10 @@ from loomserve.platform.state import (
     PlatformState,
     ReplicaLoad,
     ReplicaState,
-    SchedulingState,
     ShardState,
 )
 from loomserve.platform.state.roles import Role
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-TIMEOUT_S = 10.0
 _REFRESH_S = 1.0
 
 _STYLES = {
@@ -54,42 +48,23 @@ _NODE_STYLES = {
 }
 
 
-Url = Annotated[str, typer.Option(help="Where the platform listens.")]
-Token = Annotated[
-    str | None,
-    typer.Option(
-        envvar="LOOMSERVE_ADMIN_TOKEN",
-        help="The admin token; of a platform on this machine it is found without.",
-    ),
-]
-
-
-class StatusError(LoomserveError):
-    """The state could not be fetched; the message says what to do."""
-
-
-class AdminError(LoomserveError):
-    """The platform refused; the message is its own."""
-
-
+@asks_platform
 def status(
-    url: Url = DEFAULT_URL,
+    platform: AdminClient,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every second.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one line a state.")] = False,
-    token: Token = None,
 ) -> None:
     """Show models, replicas and devices."""
     try:
-        with client_for(url) as client:
-            if as_json:
-                for state in _states(client, url, token, watch):
-                    typer.echo(state.model_dump_json())
-            elif watch:
-                with Live(screen=True, auto_refresh=False) as live:
-                    for state in _states(client, url, token, watch):
-                        live.update(render(state), refresh=True)
-            else:
-                display(render(fetch(client, url, token)))
+        if as_json:
+            for state in _states(platform, watch):
+                typer.echo(state.model_dump_json())
+        elif watch:
+            with Live(screen=True, auto_refresh=False) as live:
+                for state in _states(platform, watch):
+                    live.update(render(state), refresh=True)
+        else:
+            display(render(platform.state()))
     except StatusError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
@@ -97,109 +72,35 @@ def status(
         raise typer.Exit(0) from None
 
 
-def fetch(client: httpx.Client, url: str, token: str | None) -> PlatformState:
-    """The state of the platform that listens at ``url``; raises StatusError."""
-    answer = ask(client, url, token, "state")
-    if answer.is_server_error:
-        raise StatusError(
-            f"{url} answered {answer.status_code}; it may still be starting: try again, "
-            "then look at the log of loomserve serve"
-        )
-    try:
-        return PlatformState.model_validate_json(answer.content if answer.is_success else b"")
-    except ValidationError:
-        raise StatusError(
-            f"{url} answered {answer.status_code} with something that is not Loomserve's state; "
-            "it may be the port of clients (server.admin_port is that of operators), another "
-            "server, or another version: check --url"
-        ) from None
-
-
-def client_for(url: str) -> httpx.Client:
-    """Client for a platform; to one on this machine it goes directly."""
-    # A proxy that the environment names may be on another machine, which would see the token.
-    direct = httpx.HTTPTransport() if on_this_machine(url) else None
-    return httpx.Client(timeout=TIMEOUT_S, transport=direct)
-
-
-def ask(
-    client: httpx.Client,
-    url: str,
-    token: str | None,
-    path: str,
-    method: str = "GET",
-    body: object = None,
-) -> httpx.Response:
-    """What the admin API of the platform at ``url`` answers.
-
-    Without a token it is asked with the user's own, if it is on this machine.
-
-    Raises:
-        StatusError: nothing listens, or the token is missing or wrong.
-        StartError: the file of the user's own token cannot be trusted, or another user listens.
-    """
-    token = token or token_for(url)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    try:
-        answer = client.request(
-            method,
-            f"{url.rstrip('/')}/admin/v1/{path}",
-            headers=headers,
-            json=body,
-            extensions=only_to_own_user(url) if token else None,
-        )
-    except httpx.TimeoutException:
-        raise StatusError(
-            f"{url} did not answer within {TIMEOUT_S:.0f} s; look at the log of loomserve serve"
-        ) from None
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise StatusError(f"--url {url!r}: {error}; write it like {DEFAULT_URL}") from None
-    except httpx.HTTPError as error:
-        remedy = (
-            "set SSL_CERT_FILE to its certificate or its authority's, and give --url a name that "
-            "the certificate has"
-            if "CERTIFICATE_VERIFY_FAILED" in str(error)
-            else "start the platform with `loomserve serve`, or pass --url if it listens "
-            "elsewhere, or with TLS (https://)"
-        )
-        raise StatusError(f"cannot reach {url} ({error}); {remedy}") from None
-    if answer.status_code in {401, 403}:
-        raise StatusError(
-            f"{url} {'refuses this admin token' if token else 'asks for an admin token'}; "
-            "pass it with --token or LOOMSERVE_ADMIN_TOKEN; loomserve serve says where it is"
-        )
-    return answer
-
-
-def carry_out(
-    method: str, url: str, token: str | None, path: str, body: object = None
-) -> httpx.Response:
-    """Answer of the admin API to a command; StatusError: there is none, AdminError: it refused."""
-    with client_for(url) as client:
-        answer = ask(client, url, token, path, method=method, body=body)
-    if answer.is_success:
-        return answer
-    try:
-        raise AdminError(str(answer.json()["error"]["message"]))
-    except (ValueError, KeyError, TypeError):
-        raise AdminError(
-            f"{answer.url} answered {answer.status_code}, which is not Loomserve's: check --url"
-        ) from None
+def _states(platform: AdminClient, watch: bool) -> Iterator[PlatformState]:
+    yield platform.state()
+    while watch:
+        time.sleep(_REFRESH_S)
+        yield platform.state()
 
 
 def render(state: PlatformState) -> RenderableType:
-    """The state as tables: models with a line a replica, aliases, scheduling, loans, devices."""
-    versions = state.versions
+    """The state as tables: models with a line a replica; others only if they have rows."""
+    versions, models = state.versions, state.models
+    loans = [
+        loan
+        for model in models
+        for replica in model.replicas
+        if replica.borrowing
+        for loan in replica.borrowing.loans
+    ]
+    is_cluster = any(device.node != LOCAL_NODE for device in state.devices)
     return stacked(
-        _models(state.models),
-        *_messages(state.models),
-        *parser_lines(state.models),
-        *_aliases(state),
-        *_adapters(state),
-        *_scheduling(state.models),
-        *_loans(state.models),
-        *_nodes(state),
-        _devices(state),
+        table("Models", _models(models), whole=2, sections=True)
+        or Text("Models\nNo model is loaded."),
+        *_messages(models),
+        *parser_lines(models),
+        table("Aliases", _aliases(state), whole=2, sections=True),
+        table("Adapters", _adapters(models), whole=2),
+        table("Scheduling", _scheduling(models)),
+        loan_table(loans),
+        table("Nodes", _nodes(state) if is_cluster else ()),
+        table("Devices", _devices(state, on_nodes=is_cluster)),
         Text(
             f"loomserve {versions.loomserve}, vLLM {versions.vllm}, Ray {versions.ray}, "
             f"Python {versions.python}, up {duration(state.uptime_s)}",
@@ -208,31 +109,40 @@ def render(state: PlatformState) -> RenderableType:
     )
 
 
-def _states(
-    client: httpx.Client, url: str, token: str | None, watch: bool
-) -> Iterator[PlatformState]:
-    yield fetch(client, url, token)
-    while watch:
-        time.sleep(_REFRESH_S)
-        yield fetch(client, url, token)
-
-
-def _models(models: tuple[ModelState, ...]) -> Table:
-    table = new_table(
-        "model", "status", "device",
-        numbers=("running", "waiting", "KV %", "step ms", "in flight"), title="Models", whole=2,
-    )  # fmt: skip
+def _models(models: tuple[ModelState, ...]) -> Iterator[Row]:
     for model in models:
         serving = sum(not replica.draining for replica in model.replicas)
         status = Text(f"{model.status} {serving}/{model.target_replicas}", _STYLES[model.status])
-        rows = [_replica(replica) for replica in model.replicas] or [[]]
-        add_row(table, model.name, status, *rows[0])
-        for row in rows[1:]:
-            add_row(table, "", "", *row)
-        table.add_section()
-    if not models:
-        table.caption = "No model is loaded."
-    return table
+        lead: Row = {"model": model.name, "status": status}
+        for replica in model.replicas or (None,):
+            yield {**lead, **_replica(replica)}
+            lead = {"model": "", "status": ""}
+
+
+def _replica(replica: ReplicaState | None) -> Row:
+    names = ("running", "waiting", "KV %", "step ms")
+    if replica is None:
+        return {"device": "", **dict.fromkeys(names, Figure()), "in flight": Figure()}
+    measured = [Figure("-")] * 4
+    if load := replica.load:
+        kv, step = fixed(100 * load.kv_cache_usage), fixed(1000 * load.step_time_s)
+        measured = [Figure(load.running), _waiting(load), kv, step]
+    notes = [] if replica.role is Role.UNIFIED else [str(replica.role)]
+    notes += ["draining"] if replica.draining else []
+    notes += ["asleep"] if replica.asleep else []
+    stages = [f"{stage.device}:{stage.layers}" for stage in replica.stages]
+    where = " → ".join(stages) or replica.device
+    device = f"{where} ({', '.join(notes)})" if notes else where
+    return {
+        "device": device,
+        **dict(zip(names, measured, strict=True)),
+        "in flight": replica.in_flight,
+    }
+
+
+def _waiting(load: ReplicaLoad) -> Figure:
+    oldest = load.oldest_waiting_s
+    return Figure(f"{load.waiting} ({oldest:.0f} s)" if oldest >= 1 else load.waiting)
 
 
 def _messages(models: tuple[ModelState, ...]) -> Iterator[Text]:
@@ -248,129 +158,83 @@ def _messages(models: tuple[ModelState, ...]) -> Iterator[Text]:
 
 
 def parser_lines(models: Iterable[ModelState] | Iterable[PlannedModel]) -> Iterator[Text]:
-    """What reads each model's tool calls and reasoning, and why."""
+    """Parsers of each model's tool calls and reasoning, and the reasons for them."""
     for model in models:
         if model.parsers is not None:
             tools, reasoning = model.parsers.tool_call, model.parsers.reasoning
             yield Text(f"{model.name}: tool calls: {tools}; reasoning: {reasoning}", "dim")
 
 
-def _aliases(state: PlatformState) -> list[Table]:
-    """A line for each model of each alias; no table if there is none."""
+def _aliases(state: PlatformState) -> Iterator[Row]:
+    """A row for each model of each alias."""
     statuses = {model.name: model.status for model in state.models}
-    table = new_table(
-        "alias", "model", "status", "sticky", numbers=("weight", "share %"), title="Aliases",
-        whole=2,
-    )  # fmt: skip
     for alias in state.aliases:
         total = sum(alias.models.values())
-        lead = [alias.name, alias.sticky or "-"]
+        name, sticky = alias.name, alias.sticky or "-"
         for model, weight in alias.models.items():
             status = statuses.get(model)
-            shown = Text(status or "not loaded", _STYLES[status] if status else "yellow")
-            share = f"{100 * weight / total:.1f}" if total else "-"
-            add_row(table, lead[0], model, shown, lead[1], str(weight), share)
-            lead = ["", ""]
-        table.add_section()
-    return [table] if table.rows else []
+            yield {
+                "alias": name,
+                "model": model,
+                "status": Text(status or "not loaded", _STYLES[status] if status else "yellow"),
+                "sticky": sticky,
+                "weight": weight,
+                "share %": fixed(100 * weight / total if total else None),
+            }
+            name = sticky = ""
 
 
-def _adapters(state: PlatformState) -> list[Table]:
-    """A line for each adapter; no table if there is none."""
-    table = new_table(
-        "adapter", "model", "source", numbers=("rank", "replicas"), title="Adapters",
-        whole=2,
-    )  # fmt: skip
-    for model in state.models:
+def _adapters(models: tuple[ModelState, ...]) -> Iterator[Row]:
+    for model in models:
         for adapter in model.adapters:
-            rank = "-" if adapter.rank is None else str(adapter.rank)
-            replicas = f"{len(adapter.replicas)}/{len(model.replicas)}"
-            add_row(table, adapter.name, model.name, adapter.source, rank, replicas)
-    return [table] if table.rows else []
+            yield {
+                "adapter": adapter.name,
+                "model": model.name,
+                "source": adapter.source,
+                "rank": fixed(adapter.rank, 0),
+                "replicas": Figure(f"{len(adapter.replicas)}/{len(model.replicas)}"),
+            }
 
 
-def _replica(replica: ReplicaState) -> list[str]:
-    measured = ["-"] * 4
-    if load := replica.load:
-        kv, step = f"{load.kv_cache_usage * 100:.1f}", f"{load.step_time_s * 1000:.1f}"
-        measured = [str(load.running), _waiting(load), kv, step]
-    notes = [] if replica.role is Role.UNIFIED else [str(replica.role)]
-    notes += ["draining"] if replica.draining else []
-    notes += ["asleep"] if replica.asleep else []
-    stages = [f"{stage.device}:{stage.layers}" for stage in replica.stages]
-    where = " → ".join(stages) or replica.device
-    device = f"{where} ({', '.join(notes)})" if notes else where
-    return [device, *measured, str(replica.in_flight)]
-
-
-def _waiting(load: ReplicaLoad) -> str:
-    oldest = load.oldest_waiting_s
-    return f"{load.waiting} ({oldest:.0f} s)" if oldest >= 1 else str(load.waiting)
-
-
-def _scheduling(models: tuple[ModelState, ...]) -> list[Table]:
-    """A line for each engine that schedules for itself; no table if none does."""
-    table = new_table(
-        "model", "device", "queue", "preempt",
-        numbers=("turnaround", "swapped", "recomputed", "swap MiB"), title="Scheduling",
-    )  # fmt: skip
+def _scheduling(models: tuple[ModelState, ...]) -> Iterator[Row]:
+    """A row for each engine that schedules for itself."""
     for model in models:
         for replica in model.replicas:
-            load = replica.load
-            if load and load.scheduling:
-                cells = _schedule(load.scheduling, load.weighted_turnaround)
-                add_row(table, model.name, replica.device, *cells)
-    return [table] if table.rows else []
+            if (load := replica.load) and (scheduling := load.scheduling):
+                used, capacity = scheduling.swap_used_bytes, scheduling.swap_capacity_bytes
+                yield {
+                    "model": model.name,
+                    "device": replica.device,
+                    "queue": scheduling.queue,
+                    "preempt": scheduling.preemption,
+                    "turnaround": fixed(load.weighted_turnaround, 2),
+                    "swapped": scheduling.swapped_out,
+                    "recomputed": scheduling.recomputed,
+                    "swap MiB": Figure(f"{used / 2**20:.0f}/{capacity / 2**20:.0f}"),
+                }
 
 
-def _schedule(scheduling: SchedulingState, turnaround: float | None) -> list[str]:
-    return [
-        scheduling.queue,
-        scheduling.preemption,
-        "-" if turnaround is None else f"{turnaround:.2f}",
-        str(scheduling.swapped_out),
-        str(scheduling.recomputed),
-        f"{scheduling.swap_used_bytes / 2**20:.0f}/{scheduling.swap_capacity_bytes / 2**20:.0f}",
-    ]
+def loan_table(loans: Iterable[LoanState]) -> Table | None:
+    """A row for each loan, as its borrower sees it."""
+    return table("Loans", map(_loan, loans))
 
 
-def _loans(models: tuple[ModelState, ...]) -> list[Table]:
-    loans = [
-        loan
-        for model in models
-        for replica in model.replicas
-        if replica.borrowing
-        for loan in replica.borrowing.loans
-    ]
-    return [loan_table(loans)] if loans else []
-
-
-def loan_table(loans: Iterable[LoanState]) -> Table:
-    """A line for each loan, as its borrower sees it."""
-    table = new_table(
-        "loan", "borrower", "lender",
-        numbers=("requests", "blocks", "wait µs", "longest", "wait %", "service %"), title="Loans",
-    )  # fmt: skip
-    table.add_column("", overflow="fold")
-    for loan in loans:
-        used = loan.usable_blocks - loan.free_blocks
-        notes = [] if loan.phase == "open" else [loan.phase]
-        notes += ["draining"] if loan.draining else []
-        notes += [_shard(loan.shard)] if loan.shard is not None else []
-        add_row(
-            table,
-            loan.name,
-            loan.borrower,
-            loan.lender,
-            str(loan.requests),
-            f"{used}/{loan.usable_blocks}",
-            f"{loan.wait_mean_us:.0f}",
-            f"{loan.wait_max_us:.0f}",
-            f"{100 * loan.wait_share:.1f}",
-            f"{100 * loan.service_share:.1f}",
-            ", ".join(notes),
-        )
-    return table
+def _loan(loan: LoanState) -> Row:
+    notes = [] if loan.phase == "open" else [loan.phase]
+    notes += ["draining"] if loan.draining else []
+    notes += [_shard(loan.shard)] if loan.shard is not None else []
+    return {
+        "loan": loan.name,
+        "borrower": loan.borrower,
+        "lender": loan.lender,
+        "requests": loan.requests,
+        "blocks": Figure(f"{loan.usable_blocks - loan.free_blocks}/{loan.usable_blocks}"),
+        "wait µs": fixed(loan.wait_mean_us, 0),
+        "longest": fixed(loan.wait_max_us, 0),
+        "wait %": fixed(100 * loan.wait_share),
+        "service %": fixed(100 * loan.service_share),
+        "": ", ".join(notes),
+    }
 
 
 def _shard(shard: ShardState) -> str:
@@ -380,30 +244,19 @@ def _shard(shard: ShardState) -> str:
     return f"layers {shard.layers[0]} to {shard.layers[1] - 1} {shard.phase}"
 
 
-def _nodes(state: PlatformState) -> list[Table]:
-    """A line for each node of a cluster."""
-    if not _is_cluster(state):
-        return []
-    table = new_table("node", "status", numbers=("gateways", "replicas"), title="Nodes")
+def _nodes(state: PlatformState) -> Iterator[Row]:
     for node in state.nodes:
         status = Text(node.status, _NODE_STYLES[node.status])
-        add_row(table, node.name, status, str(node.gateways), str(node.replicas))
-    return [table]
+        figures: Row = {"gateways": node.gateways, "replicas": node.replicas}
+        yield {"node": node.name, "status": status, **figures}
 
 
-def _devices(state: PlatformState) -> Table:
-    on_nodes = _is_cluster(state)
-    columns = ["device", *(["node"] if on_nodes else []), "kind", "place", "models"]
-    table = new_table(*columns, title="Devices")
+def _devices(state: PlatformState, *, on_nodes: bool) -> Iterator[Row]:
     for device in state.devices:
-        node = [device.node] if on_nodes else []
         models = ", ".join(device.models) or "-"
-        add_row(table, device.name, *node, device.kind, device.place, models)
-    return table
-
-
-def _is_cluster(state: PlatformState) -> bool:
-    return any(device.node != LOCAL_NODE for device in state.devices)
+        node: Row = {"node": device.node} if on_nodes else {}
+        rest: Row = {"kind": device.kind, "place": device.place, "models": models}
+        yield {"device": device.name, **node, **rest}
 
 
 def duration(seconds: float) -> str:

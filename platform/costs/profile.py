@@ -1,22 +1,24 @@
 """Profile of a model on a device: a file of measurements, and the predictors fitted to them.
 
-It holds samples and the name of the regressor that predicted them best, which loading fits again.
+It holds the samples, from which loading learns as an engine does that runs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import random
 import re
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from statistics import fmean, median
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from loomserve.platform.base.errors import LoomserveError
 from loomserve.platform.base.files import replace_file
 from loomserve.platform.base.paths import cache_folder
-from loomserve.platform.costs.step_time import Step, StepTimes, TimedStep
+from loomserve.platform.costs.step_time import OnlineModel, Step, StepTimes, TimedStep
 from loomserve.platform.costs.transfer_time import TransferTimes
 
 _logger = logging.getLogger(__name__)
@@ -53,18 +55,18 @@ class Transfer(_Node):
 class Profile(_Node):
     """Measurements of a model on a device. Errors are shares of the measured time."""
 
+    # Files that are there have fields more, which nothing needs.
+    model_config = ConfigDict(extra="ignore")
+
     model: str
     weights: str = Field(description="Digest of the model's weights, configuration and code.")
     engine: ProfileKey
     measured_at: str = Field(description="UTC, ISO 8601.")
-    context: int = Field(gt=0, description="Longest request in tokens.")
     samples: tuple[tuple[int, int, int, float, float], ...] = Field(
         min_length=1,
         description="Steps in the order of time: tokens, requests, context, attention, seconds.",
     )
-    regressor: Literal["linear", "ridge"]
-    degree: int = Field(ge=1, le=5)
-    mape: float = Field(description="Of the winner on steps that neither fit nor choice had seen.")
+    mape: float = Field(description="Of a predictor of these steps that saw all but a fifth.")
     noise: float | None = Field(description="The machine's own, of equal steps; None: none were.")
     swap_out: Transfer
     swap_in: Transfer
@@ -76,15 +78,44 @@ class Profile(_Node):
         ]
 
     def step_times(self) -> StepTimes:
-        """Fit the regressor, in less than a second."""
-        # It imports scikit-learn, which takes a second.
-        from loomserve.platform.costs.regressors import FittedModel
-
-        return StepTimes(FittedModel(self.regressor, self.degree, self.timed_steps(), self.context))
+        return StepTimes(OnlineModel.of(self.timed_steps()))
 
     def transfer_times(self) -> TransferTimes:
         out, into = self.swap_out, self.swap_in
         return TransferTimes(out.bytes_per_s, into.bytes_per_s, out.latency_s, into.latency_s)
+
+
+def mape(predicted: Iterable[float], samples: Iterable[TimedStep]) -> float:
+    """Mean absolute error of predicted seconds, as a share of those measured."""
+    pairs = zip(predicted, samples, strict=True)
+    return fmean(abs(guess - seconds) / seconds for guess, (_, seconds) in pairs)
+
+
+def noise(samples: Iterable[tuple[Hashable, float]]) -> float | None:
+    """Noise of the machine: :func:`mape` of equal steps, or sizes, against their own median.
+
+    It counts work that was measured three times or more; None if none was. No predictor that does
+    not know the machine's state can be much better.
+    """
+    same: dict[Hashable, list[float]] = {}
+    for work, seconds in samples:
+        same.setdefault(work, []).append(seconds)
+    repeated = [times for times in same.values() if len(times) >= 3]
+    offs = [abs(median(times) - each) / each for times in repeated for each in times]
+    return fmean(offs) if offs else None
+
+
+def held_out(samples: Sequence[TimedStep]) -> tuple[list[TimedStep], list[TimedStep]]:
+    """Split the samples: those of a fifth of the distinct steps come second.
+
+    All samples of a step are on the same side, or the error would be that of known steps.
+    """
+    steps = sorted({step for step, _ in samples}, key=hash)
+    chosen = set(random.Random(0).sample(steps, max(1, round(len(steps) / 5))))
+    return (
+        [sample for sample in samples if sample[0] not in chosen],
+        [sample for sample in samples if sample[0] in chosen],
+    )
 
 
 def path_of(weights: str, engine: ProfileKey) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 from loomserve.platform.costs.correction import Correction
 
@@ -47,23 +47,10 @@ TimedStep = tuple[Step, float]
 """A step and the seconds that it took."""
 
 
-class StepModel(Protocol):
-    """Predictor of steps without correction."""
-
-    def seconds(self, step: Step) -> float:
-        """Predicted seconds, above 0."""
-
-    def prefill_s(self, tokens: int, chunk: int) -> float:
-        """Predicted seconds of all steps that compute ``tokens`` alone, ``chunk`` at a time."""
-
-    def learn(self, step: Step, seconds: float) -> bool:
-        """Learn from a step that took ``seconds``; whether its prediction has changed."""
-
-
 class StepTimes:
     """Predictor of an engine's steps, corrected by the steps that it has observed."""
 
-    def __init__(self, model: StepModel) -> None:
+    def __init__(self, model: OnlineModel) -> None:
         self._model = model
         # A model that learns step by step follows its first steps without correction.
         self._correction = Correction(trusted=True)
@@ -82,12 +69,10 @@ class StepTimes:
 
     def observe(self, step: Step, seconds: float) -> float:
         """Learn from a step that took ``seconds``, above 0; returns the prediction before it."""
-        uncorrected = self._model.seconds(step)
-        predicted = self._correction.factor * uncorrected
+        predicted = self.seconds(step)
         self._correction.score(predicted, seconds)
-        if self._model.learn(step, seconds):
-            uncorrected = self._model.seconds(step)
-        self._correction.observe(uncorrected, seconds)
+        self._model.learn(step, seconds)
+        self._correction.observe(self._model.seconds(step), seconds)
         return predicted
 
     @property
@@ -106,6 +91,8 @@ _DOUBT = 1e-3
 # A feature that has faded to this weight keeps its share: context, if requests only prefill.
 _FORGOTTEN = 1e-100
 _SWEEPS = 8
+# A profile is learnt from once, so there is time.
+_PROFILE_SWEEPS = 2000
 # Shares that change by less, relatively, are good enough; the next step goes on.
 _SETTLED = 1e-3
 
@@ -136,14 +123,30 @@ class OnlineModel:
         return model
 
     def seconds(self, step: Step) -> float:
+        """Predicted seconds, above 0."""
         return self._sum(1, step.tokens, step.requests, step.context, step.attention)
 
     def prefill_s(self, tokens: int, chunk: int) -> float:
+        """Predicted seconds of all steps that compute ``tokens`` alone, ``chunk`` at a time."""
         # The model is linear, so the steps' features add up; pairs do not depend on the chunks.
         steps = -(-tokens // chunk)
         return self._sum(steps, tokens, steps, chunk * steps * (steps - 1) // 2, tokens**2 / 2)
 
-    def learn(self, step: Step, seconds: float) -> bool:
+    @classmethod
+    def of(cls, samples: Iterable[TimedStep]) -> Self:
+        """The model that has learnt from these steps, given in the order of time."""
+        model = cls()
+        for step, seconds in samples:
+            model._note(step, seconds)
+        model._settle(_PROFILE_SWEEPS)
+        return model
+
+    def learn(self, step: Step, seconds: float) -> None:
+        """Learn from a step that took ``seconds``, above 0."""
+        self._note(step, seconds)
+        self._settle(_SWEEPS)
+
+    def _note(self, step: Step, seconds: float) -> None:
         row = [
             value / seconds
             for value in (1, step.tokens, step.requests, step.context, step.attention)
@@ -153,10 +156,11 @@ class OnlineModel:
             for j, other in enumerate(row):
                 products[j] = _FORGETTING * products[j] + value * other
             self._targets[i] = _FORGETTING * self._targets[i] + value
-        for _ in range(_SWEEPS):
+
+    def _settle(self, sweeps: int) -> None:
+        for _ in range(sweeps):
             if self._descend() < _SETTLED:
                 break
-        return True
 
     def _descend(self) -> float:
         """One sweep; returns the greatest change of a share, relative to what it was."""

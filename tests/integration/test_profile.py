@@ -6,12 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
-import numpy as np
 import pytest
 
-from loomserve.platform.costs.profile import Profile, load, path_of
-from loomserve.platform.costs.regressors import REGRESSORS, mape
+from loomserve.platform.costs.profile import Profile, load, mape, path_of
 from loomserve.platform.costs.step_time import Step
 from loomserve.platform.models import catalog
 
@@ -43,14 +42,13 @@ def test_a_profile_predicts_steps_far_better_than_their_mean(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in REGRESSORS)
-    assert "winner: " in done.stdout
+    assert "predictions of steps that the profile has not seen" in done.stdout
 
     [path] = (tmp_path / "profiles").iterdir()
     profile = Profile.model_validate_json(path.read_bytes())
     assert path == path_of(profile.weights, profile.engine)
     steps = profile.timed_steps()
-    mean = mape(np.full(len(steps), np.mean([seconds for _, seconds in steps])), steps)
+    mean = mape([fmean(seconds for _, seconds in steps)] * len(steps), steps)
     assert profile.mape < mean / 2
     assert profile.noise is not None
     assert {step.requests for step, _ in steps} >= {1, 2}

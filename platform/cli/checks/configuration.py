@@ -13,7 +13,7 @@ from loomserve.platform.adapters.sources import check_configured
 from loomserve.platform.base.descriptors import raise_limit
 from loomserve.platform.base.errors import ConfigError, LoomserveError
 from loomserve.platform.cli.checks.machine import Check, machine_checks
-from loomserve.platform.cli.own_server import descriptors, sizes, warnings, with_absolute_files
+from loomserve.platform.cli.checks.server import descriptors, sizes, warnings, with_absolute_files
 from loomserve.platform.config import Config, Model
 from loomserve.platform.devices.memory import gpus_of, is_on_gpus, replica_bytes
 from loomserve.platform.engine.options.model_check import check_model, check_options

@@ -30,17 +30,15 @@ from loomserve.kvstore.storage.checksum import BlockLayout
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Device
 from loomserve.platform.costs import transfer_time
-from loomserve.platform.costs.profile import Profile, ProfileKey, Transfer
-from loomserve.platform.costs.regressors import (
-    FittedModel,
-    RegressorScore,
-    compare,
+from loomserve.platform.costs.profile import (
+    Profile,
+    ProfileKey,
+    Transfer,
     held_out,
     mape,
     noise,
-    winner,
 )
-from loomserve.platform.costs.step_time import StepTimes, TimedStep
+from loomserve.platform.costs.step_time import OnlineModel, StepTimes, TimedStep
 from loomserve.platform.costs.transfer_time import TimedTransfer
 from loomserve.platform.devices.claims import on_cores
 from loomserve.platform.engine.profiling.profile_key import profile_key, weights_digest
@@ -59,12 +57,11 @@ _COMMIT_S = 10.0
 class Findings:
     """Profile, and the figures that it does not keep.
 
-    ``scores`` are of all regressors. ``corrected`` is the winner's error on unseen steps, corrected
-    by the steps before; ``learnt`` is that of a predictor without a profile. Both are shares.
+    ``corrected`` is the error on unseen steps of a predictor with a profile that observes the steps
+    before, ``learnt`` that of one without a profile. Both are shares.
     """
 
     profile: Profile
-    scores: Sequence[RegressorScore]
     corrected: float
     learnt: float
 
@@ -86,13 +83,11 @@ def profile(
         layout = _layout(engine)
         key, weights = profile_key(engine.config), weights_digest(engine.config)
         steps = _time_steps(engine, minutes, say)
-        context = engine.config.model_config.max_model_len
     finally:
         engine.close()
     say("timing transfers of KV between the engine's memory and the host's")
     out, into = time_transfers(layout, device)
-    say("comparing regressors")
-    return _findings(name, weights, key, context, steps, out, into)
+    return _findings(name, weights, key, steps, out, into)
 
 
 def _time_steps(engine: ProfiledEngine, minutes: float, say: Say) -> list[TimedStep]:
@@ -106,34 +101,27 @@ def _findings(
     name: str,
     weights: str,
     key: ProfileKey,
-    context: int,
     steps: list[TimedStep],
     out: list[TimedTransfer],
     into: list[TimedTransfer],
 ) -> Findings:
-    known, unseen = held_out(steps, 0.2, seed=0)
-    scores = compare(known)
-    best = winner(scores)
-    fitted = FittedModel(best.regressor, best.degree, known, context)
+    known, unseen = held_out(steps)
+    fitted = OnlineModel.of(known)
     result = Profile(
         model=name,
         weights=weights,
         engine=key,
         measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        context=context,
         samples=tuple(
             (s.tokens, s.requests, s.context, s.attention, seconds) for s, seconds in steps
         ),
-        regressor=best.regressor,
-        degree=best.degree,
-        mape=mape(fitted.predict([step for step, _ in unseen]), unseen),
+        mape=mape([fitted.seconds(step) for step, _ in unseen], unseen),
         noise=noise(steps),
         swap_out=_fit(out),
         swap_in=_fit(into),
     )
     return Findings(
         result,
-        scores,
         corrected=_replayed(StepTimes(fitted), steps, unseen),
         learnt=_replayed(StepTimes.unprofiled(), steps, unseen),
     )
@@ -147,7 +135,7 @@ def _replayed(times: StepTimes, steps: Sequence[TimedStep], scored: Sequence[Tim
         if step in counted:
             predicted.append(times.seconds(step))
         times.observe(step, seconds)
-    return mape(np.array(predicted), [one for one in steps if one[0] in counted])
+    return mape(predicted, [one for one in steps if one[0] in counted])
 
 
 def _fit(transfers: Sequence[TimedTransfer]) -> Transfer:

@@ -67,8 +67,8 @@ def _others(placed: PlacedModel) -> Iterator[tuple[str, Pipeline]]:
         yield f"all on {graph.nodes[node].name}", (Stage(node, demand.layers),)
 
 
-def rows(placed: PlacedModel) -> Iterator[tuple[str, ...]]:
-    """Rows of stages: number, device, layers, memory, busy time, and which is the bottleneck."""
+def rows(placed: PlacedModel) -> Iterator[dict[str, str]]:
+    """A row for each stage, by column; the last says which is the bottleneck."""
     placement = placed.placement
     assert placement is not None
     needed = stage_bytes(placed.demand, placement.pipeline)
@@ -78,7 +78,14 @@ def rows(placed: PlacedModel) -> Iterator[tuple[str, ...]]:
         bottleneck = "bottleneck" if busy == placement.period_s else ""
         free = placed.graph.nodes[placement.pipeline[i].node].memory
         memory = f"{nbytes / 2**30:.1f} of {free / 2**30:.1f} GiB"
-        yield str(i), device, str(layers), memory, _ms(busy), bottleneck
+        yield {
+            "stage": str(i),
+            "device": device,
+            "layers": str(layers),
+            "memory": memory,
+            "busy a step": _ms(busy),
+            "": bottleneck,
+        }
 
 
 def summary(placed: PlacedModel) -> list[str]:
@@ -107,17 +114,24 @@ def _proof(placement: Placement) -> str:
     )
 
 
-def other_row(placed: PlacedModel, other: Alternative) -> tuple[str, ...]:
+def other_row(placed: PlacedModel, other: Alternative) -> dict[str, str]:
     placement = placed.placement
     assert placement is not None
     layers = ", ".join(
         f"{placed.graph.nodes[stage.node].name}:{stage.layers}" for stage in other.pipeline
     )
-    if other.period_s is None or other.latency_s is None:
-        return other.name, layers, "-", "-", "does not fit in memory"
-    slower = f"{other.period_s / placement.period_s:.2f} x the period, "
-    slower += f"{other.latency_s / placement.latency_s:.2f} x the latency"
-    return other.name, layers, _ms(other.period_s), _ms(other.latency_s), slower
+    period, latency, slower = "-", "-", "does not fit in memory"
+    if other.period_s is not None and other.latency_s is not None:
+        period, latency = _ms(other.period_s), _ms(other.latency_s)
+        slower = f"{other.period_s / placement.period_s:.2f} x the period, "
+        slower += f"{other.latency_s / placement.latency_s:.2f} x the latency"
+    return {
+        "instead": other.name,
+        "layers": layers,
+        "step every": period,
+        "latency": latency,
+        "": slower,
+    }
 
 
 def why_not(placed: PlacedModel) -> str:

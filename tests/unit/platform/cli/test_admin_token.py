@@ -16,9 +16,9 @@ import pytest
 
 from loomserve.platform.access.keys import hash_key
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.cli import status
+from loomserve.platform.cli import admin_client
+from loomserve.platform.cli.admin_client import AdminClient
 from loomserve.platform.cli.admin_token import read_token, token_for, token_path, with_admin_token
-from loomserve.platform.cli.status import ask, client_for
 from loomserve.platform.config import Config
 from tests.waiting import PATIENCE_S
 
@@ -174,8 +174,8 @@ def test_no_other_host_is_sent_the_token(url: str) -> None:
         sent.append(request)
         return httpx.Response(200)
 
-    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
-        ask(client, url, None, "state")
+    with AdminClient(url, transport=httpx.MockTransport(answer)) as client:
+        client.ask("state")
     assert [str(token) in str(request.headers.raw) for request in sent] == [False]
 
 
@@ -188,9 +188,8 @@ def test_a_redirect_elsewhere_is_not_followed(monkeypatch: pytest.MonkeyPatch) -
         return httpx.Response(307, headers={"Location": "http://evil.example/"})
 
     monkeypatch.setattr(httpx.HTTPTransport, "handle_request", redirect)
-    url = "http://127.0.0.1:8000"
-    with client_for(url) as client:
-        ask(client, url, None, "state")
+    with AdminClient("http://127.0.0.1:8000") as client:
+        client.ask("state")
     assert [request.url.host for request in asked] == ["127.0.0.1"]
     assert asked[0].headers["authorization"] == f"Bearer {read_token()}"
 
@@ -218,14 +217,14 @@ def test_no_other_user_who_took_the_port_hears_the_token(
 ) -> None:
     started_hash()
     # As if the listener had come after the first look.
-    monkeypatch.setattr(status, "token_for", lambda _: read_token())
+    monkeypatch.setattr(admin_client, "token_for", lambda _: read_token())
     listener = subprocess.Popen(
         [sys.executable, "-c", LISTENER, after], stdout=subprocess.PIPE, text=True
     )
     assert listener.stdout is not None
     url = f"http://localhost:{int(listener.stdout.readline())}"
-    with client_for(url) as client, pytest.raises(StartError, match="was not sent"):
-        ask(client, url, given, "state")
+    with AdminClient(url, given) as client, pytest.raises(StartError, match="was not sent"):
+        client.ask("state")
     if listener.poll() is None:
         # It heard nothing, and may have been asked nothing at all.
         with contextlib.suppress(OSError):
@@ -256,7 +255,8 @@ def test_a_token_that_is_given_goes_to_a_remote_address_as_it_is() -> None:
         sent.append(request)
         return httpx.Response(200)
 
-    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
-        ask(client, "http://example.org:8000", "given", "state")
+    transport = httpx.MockTransport(answer)
+    with AdminClient("http://example.org:8000", "given", transport) as client:
+        client.ask("state")
     assert [request.headers["authorization"] for request in sent] == ["Bearer given"]
     assert "trace" not in sent[0].extensions

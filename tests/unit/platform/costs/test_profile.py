@@ -12,7 +12,9 @@ from loomserve.platform.costs.profile import (
     ProfileError,
     ProfileKey,
     Transfer,
+    held_out,
     load,
+    noise,
     path_of,
     read,
     save,
@@ -37,10 +39,7 @@ PROFILE = Profile(
     weights="w",
     engine=ENGINE,
     measured_at="2026-11-21T00:00:00+00:00",
-    context=1024,
     samples=SAMPLES,
-    regressor="linear",
-    degree=1,
     mape=0.01,
     noise=0.01,
     swap_out=Transfer(bytes_per_s=2e9, latency_s=1e-3, mape=0.02, noise=None),
@@ -88,13 +87,33 @@ def test_other_weights_profile_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("field", "whole", "damaged"),
-    [("degree", '"degree":1', '"degree":9'), ("regressor", '"linear"', '"random forest"')],
+    [("mape", '"mape":0.01', '"mape":"x"'), ("samples", '"samples":[[', '"samples":[[7,')],
 )
 def test_a_damaged_profile_is_refused(field: str, whole: str, damaged: str) -> None:
     path = save(PROFILE)
     path.write_text(path.read_text().replace(whole, damaged))
     with pytest.raises(ProfileError, match=field):
         read(path, "w", ENGINE)
+
+
+def test_a_profile_with_more_fields_is_read() -> None:
+    path = save(PROFILE)
+    path.write_text(path.read_text().replace('"mape"', '"degree":1,"mape"', 1))
+    assert read(path, "w", ENGINE) == PROFILE
+
+
+def test_a_step_is_held_out_with_all_its_samples() -> None:
+    many = [(Step.of([(number, 1)]), 1.0 + number) for number in range(50)] * 3
+    known, unknown = held_out(many)
+    assert len(unknown) == 30
+    assert not {step for step, _ in known} & {step for step, _ in unknown}
+    assert sorted(map(repr, known + unknown)) == sorted(map(repr, many))
+
+
+def test_noise_is_that_of_steps_that_repeat() -> None:
+    step, other = Step.of([(0, 1)]), Step.of([(0, 2)])
+    assert noise([(step, 1.0), (step, 2.0), (step, 4.0), (other, 9.0)]) == pytest.approx(0.5)
+    assert noise([(step, 1.0), (other, 9.0)]) is None
 
 
 def test_without_its_profile_an_engine_learns(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from loomserve.platform.costs import step_time
 from loomserve.platform.costs.correction import Correction
 from loomserve.platform.costs.step_time import OnlineModel, Step, StepTimes
-from tests.unit.platform.costs.test_regressors import prefill
 
 PARTS = st.lists(st.tuples(st.integers(0, 4096), st.integers(1, 2048)), min_size=1, max_size=40)
 
@@ -26,6 +25,12 @@ def seconds_of(step: Step) -> float:
         + 3e-7 * step.context
         + 5e-8 * step.attention
     )
+
+
+def prefill(tokens: int, chunk: int) -> Iterable[Step]:
+    """Steps that compute ``tokens`` of one request alone from nothing, ``chunk`` at a time."""
+    for computed in range(0, tokens, chunk):
+        yield Step.of([(computed, min(chunk, tokens - computed))])
 
 
 def some_step(rng: random.Random) -> Step:
@@ -76,6 +81,15 @@ def test_without_a_profile_an_engine_is_learnt_from_its_steps() -> None:
     times = served(StepTimes.unprofiled(), 1000, noisy(0.03))
     assert off(times) < 0.1
     assert times.error < 0.06
+    whole = sum(map(seconds_of, prefill(2000, 512)))
+    assert times.prefill_s(2000, 512) == pytest.approx(whole, rel=0.15)
+
+
+def test_what_a_profile_measured_is_known_from_the_first_step() -> None:
+    rng, seconds = random.Random(0), noisy(0.03)
+    samples = [(step, seconds(step)) for step in (some_step(rng) for _ in range(400))]
+    times = StepTimes(OnlineModel.of(samples))
+    assert off(times) < 0.1
     whole = sum(map(seconds_of, prefill(2000, 512)))
     assert times.prefill_s(2000, 512) == pytest.approx(whole, rel=0.15)
 

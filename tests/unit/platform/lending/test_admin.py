@@ -13,8 +13,8 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from loomserve.platform.base.errors import RequestError
+from loomserve.platform.cli.admin_client import AdminError
 from loomserve.platform.cli.lending import lending, render
-from loomserve.platform.cli.status import AdminError
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.http.ingress import exception_handlers
 from loomserve.platform.lending.admin import build_lending_router

@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from loomserve.deployments.controller.plan_methods import PlanMethods
+from loomserve.platform.cli.admin_client import AdminError
 from loomserve.platform.cli.plans import plans
-from loomserve.platform.cli.status import AdminError
 from loomserve.platform.config import Config
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.fleet.fleet import Fleet

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.cli.own_server import (
+from loomserve.platform.cli.admin_client import AdminClient, StatusError
+from loomserve.platform.cli.checks.server import (
     descriptors,
     sizes,
     trust_of,
@@ -24,7 +25,6 @@ from loomserve.platform.cli.own_server import (
     with_absolute_files,
 )
 from loomserve.platform.cli.serve import _first_answer
-from loomserve.platform.cli.status import StatusError, ask, client_for
 from loomserve.platform.config import Config, Server, Tls
 from loomserve.platform.http.tls import load
 from tests.unit.certificates import Pair, make_pair
@@ -208,9 +208,8 @@ def test_commands_trust_what_the_environment_names(
 ) -> None:
     assert serving.tls is not None
     monkeypatch.setenv("SSL_CERT_FILE", serving.tls.certificate)
-    url = url_of(serving)
-    with client_for(url) as client:
-        assert ask(client, url, "token", "state").json() == ANSWER
+    with AdminClient(url_of(serving), "token") as client:
+        assert client.ask("state").json() == ANSWER
 
 
 def test_commands_say_how_to_trust_and_to_speak_tls(
@@ -218,8 +217,8 @@ def test_commands_say_how_to_trust_and_to_speak_tls(
 ) -> None:
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     url = url_of(serving)
-    with client_for(url) as client, pytest.raises(StatusError, match="set SSL_CERT_FILE"):
-        ask(client, url, "token", "state")
-    plain = url.replace("https", "http")
-    with client_for(plain) as client, pytest.raises(StatusError, match="https://"):
-        ask(client, plain, "token", "state")
+    with AdminClient(url, "token") as tls, pytest.raises(StatusError, match="set SSL_CERT_FILE"):
+        tls.ask("state")
+    plain = AdminClient(url.replace("https", "http"), "token")
+    with plain, pytest.raises(StatusError, match="https://"):
+        plain.ask("state")
