@@ -38,7 +38,7 @@ from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
 from loomserve.platform.lengths.predict.prediction import LengthQuery
 from loomserve.platform.lengths.predict.predictor import KINDS, TrainedPredictor
-from loomserve.platform.lengths.training import samples, split
+from loomserve.platform.lengths.training import samples
 from loomserve.platform.lengths.training.samples import Sample
 from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.policy.hints import Expected
@@ -196,10 +196,12 @@ def _predictors(
 ) -> list[TrainedPredictor | None]:
     """Of each sample, one that knows only the others' folds."""
     # scikit-learn takes seconds to import, which generated lengths need not spend.
-    from loomserve.platform.lengths.training.evaluation import FOLDS, trained_without
+    from loomserve.platform.lengths.training.evaluation import trained_without
 
-    folds = [split.fold(group, FOLDS) for group in split.groups([one.query for one in found])]
-    trained = [trained_without(fold, kind, found, folds, embeddings) for fold in range(FOLDS)]
+    folds = samples.folds_of(found)
+    trained = [
+        trained_without(fold, kind, found, folds, embeddings) for fold in range(samples.FOLDS)
+    ]
     return [trained[fold] for fold in folds]
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.cli.tables import Figure, Row, display, fixed, say, table
-from loomserve.platform.lengths.training.samples import read_all
+from loomserve.platform.lengths.training.samples import folds_of, read_all
 from loomserve.platform.models import catalog
 
 if TYPE_CHECKING:
@@ -57,11 +57,10 @@ def train(
     known = TokenEmbeddings(model_folder)
     samples = read_all(files, known.tokens, model)
     # Imported here: scikit-learn takes seconds.
-    from loomserve.platform.lengths.training import fit, split
+    from loomserve.platform.lengths.training import fit
     from loomserve.platform.lengths.training.versions import PredictorVersions
 
-    folds = [split.fold(g, 5) for g in split.groups([sample.query for sample in samples])]
-    fitted, learnt = fit.train(kind, samples, folds, known, calibrate_on=0)
+    fitted, learnt = fit.train(kind, samples, folds_of(samples), known, calibrate_on=0)
     version = PredictorVersions(folder).publish(fitted, learnt)
     remember_embeddings(folder, model_folder)
     say(

@@ -2,6 +2,9 @@
 
 ruamel.yaml refuses repeated keys itself, but accepts dates, sets, keys that are no text and nodes
 that contain themselves, and reads a field named ``y`` as true: it would save little of this.
+
+A file may say ``auto`` where the platform chooses, and give models by their names. These short
+forms are written in full before pydantic, whose strict mode takes lists for tuples in JSON only.
 """
 
 from __future__ import annotations
@@ -17,10 +20,9 @@ from yaml.error import MarkedYAMLError
 from yaml.reader import ReaderError
 
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.config.base import FieldError, Section
+from loomserve.platform.config.base import AUTO, FieldError, Section
 from loomserve.platform.config.keys import ApiKey, KeysFile
 from loomserve.platform.config.root import Config
-from loomserve.platform.config.short_forms import in_full
 
 S = TypeVar("S", bound=Section)
 
@@ -192,3 +194,44 @@ def _child(node: yaml.Node | None, part: int | str) -> tuple[yaml.Node, yaml.Nod
     if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
         return node.value[part], node.value[part]
     return None
+
+
+def in_full(given: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as its sections have it; what is wrong in other ways stays as it is. Raises
+    FieldError if a short form is wrong."""
+    full = _placed(given, "devices")
+    models = full.get("models")
+    if isinstance(models, dict):
+        models = [_named(name, fields) for name, fields in models.items()]
+    if isinstance(models, list):
+        full["models"] = [
+            _model(each, index) if isinstance(each, dict) else each
+            for index, each in enumerate(models)
+        ]
+    return full
+
+
+def _model(given: dict[str, Any], index: int) -> dict[str, Any]:
+    model = _placed(given, "models", index, "devices")
+    if model.get("lending") == AUTO:
+        model["lending"] = {"auto": True}
+    return model
+
+
+def _placed(given: dict[str, Any], *field: str | int) -> dict[str, Any]:
+    """Without ``devices`` that the platform chooses."""
+    devices = given.get("devices")
+    if devices == []:
+        raise FieldError("is empty: name one at least, or write auto", *field)
+    return {name: value for name, value in given.items() if name != "devices" or value != AUTO}
+
+
+def _named(name: str, fields: Any) -> dict[str, Any]:
+    """A model of a mapping of names."""
+    if isinstance(fields, str):
+        return {"name": name, "source": fields}
+    if not isinstance(fields, dict):
+        raise FieldError("write its source, such as demo, or a mapping", "models", name)
+    if "name" in fields:
+        raise FieldError(f"{name!r} stands before it already: leave it out", "models", name, "name")
+    return {"name": name, **fields}

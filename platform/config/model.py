@@ -5,8 +5,7 @@ from __future__ import annotations
 from pydantic import model_validator
 
 from loomserve.platform.config.base import FieldError
-from loomserve.platform.config.model_fields import ModelFields
-from loomserve.platform.config.roles import Roles
+from loomserve.platform.config.model_fields import ModelFields, Roles
 from loomserve.platform.config.scaling import Scaling
 
 # Values that lending and borrowing allow for options of vLLM's engine, and why.

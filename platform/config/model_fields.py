@@ -20,12 +20,96 @@ from loomserve.platform.config.base import (
 from loomserve.platform.config.elastic import Idle
 from loomserve.platform.config.lending import Lending
 from loomserve.platform.config.lengths import Lengths
-from loomserve.platform.config.pipeline import Pipeline
-from loomserve.platform.config.roles import Roles
 from loomserve.platform.config.router import Router
 from loomserve.platform.config.scaling import Replicas, Scaling
-from loomserve.platform.config.scheduling import Scheduling
 from loomserve.platform.config.simulated import SIMULATED, Simulated
+
+LOCAL_PROMPT_TOKENS = 128
+
+
+class Roles(Section):
+    """Prefill and decode on replicas of their own; the KV passes through the store."""
+
+    prefill: int = Field(
+        ge=1, description="Replicas that compute prompts: those on the model's first devices."
+    )
+    decode: int = Field(
+        ge=1,
+        description="Replicas that generate tokens: those on the next devices; any others do both.",
+    )
+    local_prompt_tokens: int = Field(
+        LOCAL_PROMPT_TOKENS,
+        ge=0,
+        description="A prompt of at most this length is computed where it is decoded.",
+    )
+
+
+class Scheduling(Section):
+    """How an engine serves more requests than its KV memory holds (AdaptiveLLM)."""
+
+    queue: Literal["fair", "fcfs", "deadline", "sjf"] | None = Field(
+        None,
+        description="Who is served first, and preempted last. fair: waiting time for each token; "
+        "fcfs: first come; deadline: the earliest x-slo-ms; sjf: the shortest (long ones starve). "
+        "null: fair where the model has lengths, else fcfs.",
+    )
+    preemption: Literal["adaptive", "swap", "recompute"] | None = Field(
+        None,
+        description="What becomes of the KV of a request that must make room. swap: it goes to the "
+        "KV store and comes back, and no request starts that could make that impossible; "
+        "recompute: as in stock vLLM; adaptive: what is predicted to be cheaper. null: adaptive "
+        "with a KV store, else recompute.",
+    )
+    swap_space: Bytes | None = Field(
+        None,
+        description="The store's memory that preempted requests of a replica may occupy; null: a "
+        "half of what the model may use there, divided among its devices.",
+    )
+    deadlines: bool = Field(
+        True, description="A request's x-slo-ms raises its priority in a fair queue as it nears."
+    )
+    overlap_swap: bool = Field(
+        True,
+        description="KV is copied to the store beside the steps that compute it; false: only when "
+        "a request is preempted, and nothing else of this model is kept.",
+    )
+    prefetch_swap_in: bool = Field(
+        True,
+        description="KV comes back beside steps of other requests; false: in the step that goes on "
+        "with it.",
+    )
+    chunked_recompute: bool = Field(
+        True,
+        description="Prompts, and what is computed again, run in chunks beside decodes; false: in "
+        "steps of their own, as in the paper.",
+    )
+    peak_admission: bool = Field(
+        True,
+        description="With preemption: adaptive, a request starts only where memory is expected to "
+        "suffice until it and all that run have ended; false: where there is room just now.",
+    )
+
+
+class Pipeline(Section):
+    """One replica over all of the model's devices: consecutive layers on each (HELR)."""
+
+    mode: Literal["he", "lr", "balanced"] = Field(
+        "balanced",
+        description="What the division into stages is for. balanced: throughput; lr: the latency "
+        "of a lone request; he: the fewest devices.",
+    )
+    layers: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (),
+        description="How many layers each of the model's devices has, in their order; none given: "
+        "HELR says, from what loomserve profile devices has measured.",
+    )
+    batch: int = Field(8, ge=1, description="Requests of a step that HELR plans for.")
+    profile: str | None = Field(
+        None,
+        description="What loomserve profile devices wrote, relative to this file; null: devices in "
+        "the user's cache folder.",
+    )
+
 
 # Options of vLLM's engine that say what adapters there are, and where that stands here.
 _ADAPTER_OPTIONS = {

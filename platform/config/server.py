@@ -9,9 +9,39 @@ from pydantic import Field, field_validator, model_validator
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.config.base import Bytes, FieldError, Section
 from loomserve.platform.config.keys import ApiKey, KeyHash, check_keys_differ
-from loomserve.platform.config.tls import Tls
 from loomserve.platform.config.tracing import Tracing
-from loomserve.platform.config.usage import Usage
+
+
+class Usage(Section):
+    """What each API key uses of each model, kept for accounting."""
+
+    folder: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="Folder with a file for each month, relative to this file; null: usage-PORT in "
+        "the user's cache folder. On several nodes it should be one that all share.",
+    )
+    interval_s: float = Field(
+        60.0,
+        ge=1,
+        le=3600,
+        description="How often lines are written; a gateway that is killed forgets so much.",
+    )
+
+
+FilePath = Annotated[str, Field(min_length=1)]
+
+
+class Tls(Section):
+    """The certificate by which the server speaks TLS (1.2 or 1.3)."""
+
+    certificate: FilePath = Field(
+        description="PEM file with the server's certificate and then those of its issuers, "
+        "relative to this file. A new one is taken over within two seconds, without a restart.",
+    )
+    key: FilePath = Field(
+        description="PEM file with its private key, not encrypted, that no other user can read.",
+    )
+
 
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?$")]
 

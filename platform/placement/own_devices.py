@@ -1,16 +1,22 @@
-"""Devices where the configuration leaves them to the platform, and the memory of each."""
+"""Devices where the configuration leaves them to the platform, and the memory of each.
+
+Decoding reads all weights for each token, so that an engine is bound by memory and gains little
+from many cores; on a device of its own it waits for nobody. So devices are small: a core each where
+there are few, and never more than eight. But there are at least four where there are so many cores,
+for engines that spread over them, and lend to one another.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import LOCAL_NODE, Device
 from loomserve.platform.devices.gpus import Gpu
 from loomserve.platform.devices.machine import MachineParts
 from loomserve.platform.devices.memory import GPU_ENGINE_BYTES
-from loomserve.platform.placement.policy.division import divided
 
 # What is free should not be used to the last byte: of a node's memory, and of a GPU's, in which
 # vLLM's own buffers are too.
@@ -119,3 +125,28 @@ def _nothing_free(device: Device, gpu: Gpu | None) -> StartError:
         f"no memory is known for models on device {device.name!r}, GPU {device.gpu}{on}: {what}; "
         "end other programs there, or set devices.memory"
     )
+
+
+_MOST_CORES = 8
+_FEW_DEVICES = 4
+
+
+def divided(cores: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """The cores of each device, of those given by the memory that they are next to; all have about
+    as many, and none is next to two memories."""
+    size = cores_a_device(sum(map(len, cores)))
+    return [run for group in cores for run in _runs(group, max(1, len(group) // size))]
+
+
+def cores_a_device(cores: int) -> int:
+    """How many cores a device has, of so many: a power of two."""
+    size = 1
+    while size < _MOST_CORES and cores >= 2 * size * _FEW_DEVICES:
+        size *= 2
+    return size
+
+
+def _runs(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """Consecutive runs whose lengths differ by one at most."""
+    bounds = [at * len(cores) // count for at in range(count + 1)]
+    return [tuple(cores[low:high]) for low, high in pairwise(bounds) if high > low]

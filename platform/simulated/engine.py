@@ -17,11 +17,16 @@ from loomserve.platform.costs.step_time import OnlineModel, Step
 from loomserve.platform.costs.transfer_time import TransferTimes
 from loomserve.platform.engine.resumption.travelling import RESUMED
 from loomserve.platform.engine.scheduling.device_time import DeviceTime
-from loomserve.platform.scheduling.live_simulator import LiveSimulator
 from loomserve.platform.scheduling.metrics import SCHEDULING
 from loomserve.platform.scheduling.policy.hints import RequestHints
 from loomserve.platform.scheduling.policy.preemption import PreemptionMode, StayingRequest
-from loomserve.platform.scheduling.simulator import Costs, Policies, ScheduledStep, SimulatedRequest
+from loomserve.platform.scheduling.simulator import (
+    Costs,
+    Policies,
+    ScheduledStep,
+    SimulatedRequest,
+    Simulator,
+)
 from loomserve.platform.simulated.answers import Answer, answer_to
 from loomserve.platform.simulated.options import EngineOptions
 from loomserve.platform.simulated.wire import (
@@ -36,6 +41,46 @@ from loomserve.platform.simulated.wire import (
     WireRequest,
     logprobs,
 )
+
+
+class LiveSimulator(Simulator):
+    """Requests are added when they come; the caller takes ended ones from ``times``."""
+
+    def remove(self, name: str) -> None:
+        """Forget a request whose client has gone, between two steps."""
+        for kept in (self._coming, self._waiting, self._running):
+            for one in kept:
+                if one.request.name == name:
+                    kept.remove(one)
+                    self._free_blocks += one.blocks
+                    self._free_swap += one.swap_bytes
+                    return
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting) + len(self._coming)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of blocks that requests hold."""
+        return 1 - self._free_blocks / self._limits.blocks
+
+    @property
+    def free_swap(self) -> int:
+        return self._free_swap
+
+    def staying(self) -> Iterator[StayingRequest]:
+        """Requests that can go on elsewhere without losing what is just being computed."""
+        for one in (*self._coming, *self._waiting, *self._running):
+            waits = one not in self._running
+            if waits or not one.prefilling:
+                request = one.request
+                yield StayingRequest(request.name, one.tokens, waits, request.arrived_s)
+
 
 # Of the tokens that are shown beside the one that was chosen; nobody computed them.
 _LOGPROB, _LESS_LIKELY = -0.1, -1.0

@@ -15,7 +15,7 @@ import yaml
 from loomserve.platform.access.keys import new_key
 from loomserve.platform.base.files import replace_private
 from loomserve.platform.lengths.stored import folder_of
-from loomserve.platform.lengths.training.learning import PERIOD_S
+from loomserve.platform.lengths.training.learner import PERIOD_S
 from tests.e2e.conftest import COLD, COLD_MODEL, Platform
 from tests.e2e.predicted import LONG, SHORT, question, story, trained
 from tests.e2e.test_admin import model_state, wait_for

@@ -13,11 +13,9 @@ from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
 from loomserve.platform.lengths.predict.head import bucket_of
 from loomserve.platform.lengths.predict.prediction import Prediction
 from loomserve.platform.lengths.predict.predictor import KINDS, TrainedPredictor
-from loomserve.platform.lengths.training import split
 from loomserve.platform.lengths.training.fit import train
-from loomserve.platform.lengths.training.samples import Sample
+from loomserve.platform.lengths.training.samples import FOLDS, Sample, folds_of
 
-FOLDS = 5
 ALL = "all"
 _WARM = 20
 
@@ -66,7 +64,7 @@ def trained_without(
 ) -> TrainedPredictor:
     """A predictor that has not seen this fold: the next fold calibrates it, the others train it.
 
-    ``folds`` has the number of each sample's fold, below :data:`FOLDS` (``split.py``). Raises
+    ``folds`` has the number of each sample's fold, below :data:`FOLDS` (``samples.py``). Raises
     ``ConfigError`` for too few samples.
     """
     known = [(sample, of) for sample, of in zip(samples, folds, strict=True) if of != fold]
@@ -83,12 +81,11 @@ def trained_without(
 def evaluate(samples: Sequence[Sample], embeddings: TokenEmbeddings) -> list[PredictorScore]:
     """Scores of every kind of predictor on every task, and on all tasks together.
 
-    Cross-validation over five folds without near-duplicates (``split.py``): in each round one fold
-    tests, the next calibrates and three train, so that every request is tested once. Raises
+    Cross-validation over five folds without near-duplicates (``samples.py``). In each round one
+    fold tests, the next calibrates and three train, so that every request is tested once. Raises
     ``ConfigError`` for too few samples.
     """
-    names = split.groups([sample.query for sample in samples])
-    folds = [split.fold(name, FOLDS) for name in names]
+    folds = folds_of(samples)
     scores = []
     for kind in KINDS:
         tested = [

@@ -45,7 +45,7 @@ def train(
 ) -> tuple[Fitted, TrainingSet]:
     """Train on all folds but ``calibrate_on``, and calibrate on that one.
 
-    ``folds`` has the fold of each sample; near-duplicates must share theirs (``split.py``).
+    ``folds`` has the fold of each sample; near-duplicates must share theirs (``samples.py``).
 
     Raises:
         ConfigError: there are too few samples, or too few to calibrate.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from loomserve.platform.config import parse
 from loomserve.platform.config.lengths import Lengths
-from loomserve.platform.config.scheduling import Scheduling
+from loomserve.platform.config.model_fields import Scheduling
 from loomserve.platform.scheduling.options import scheduler_options
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.platform.lengths.training.learning import EndedRequests
+from loomserve.platform.lengths.training.learner import EndedRequests
 
 MOST, FEWEST = 100, 5
 ASKED = st.lists(st.sampled_from(["alice", "bob", "carol"]), max_size=300)

@@ -16,11 +16,17 @@ from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
 from loomserve.platform.lengths.predict.head import Guess, Head
 from loomserve.platform.lengths.predict.prediction import LengthQuery
 from loomserve.platform.lengths.stored import untrained
-from loomserve.platform.lengths.training import fit, learning, split
-from loomserve.platform.lengths.training.learner import Learner, Trainer
-from loomserve.platform.lengths.training.learning import PERIOD_S, Lessons, ObservedLength, is_off
+from loomserve.platform.lengths.training import fit, learner
+from loomserve.platform.lengths.training.learner import (
+    PERIOD_S,
+    Learner,
+    Lessons,
+    ObservedLength,
+    Trainer,
+    is_off,
+)
 from loomserve.platform.lengths.training.retrain import TrainingError
-from loomserve.platform.lengths.training.samples import Sample
+from loomserve.platform.lengths.training.samples import Sample, folds_of
 from loomserve.platform.lengths.training.versions import PredictorVersions, TrainingSet
 from tests.unit.platform.lengths import lengths_folder
 from tests.waiting import PATIENCE_S
@@ -81,7 +87,7 @@ def test_a_period_is_three_minutes() -> None:
 
 def test_only_what_was_off_and_is_not_held_out_is_learnt() -> None:
     lessons = Lessons(now=0)
-    for _ in range(learning.FEWEST):
+    for _ in range(learner.FEWEST):
         lessons.add(outcome(500, text=HELD_OUT))
     assert lessons.added_to(nothing()) is None
     lessons.add(outcome(51))
@@ -94,7 +100,7 @@ def test_only_what_was_off_and_is_not_held_out_is_learnt() -> None:
 
 def test_nothing_is_learnt_that_cannot_be_judged() -> None:
     lessons = Lessons(now=0)
-    for _ in range(learning.FEWEST - 1):
+    for _ in range(learner.FEWEST - 1):
         lessons.add(outcome(500, text=HELD_OUT))
     lessons.add(outcome(200))
     assert lessons.added_to(nothing()) is None
@@ -104,7 +110,7 @@ def test_nothing_is_learnt_that_cannot_be_judged() -> None:
 
 def test_lessons_wait_for_the_next_candidate_until_one_is_promoted() -> None:
     lessons = Lessons(now=0)
-    for _ in range(learning.FEWEST):
+    for _ in range(learner.FEWEST):
         lessons.add(outcome(500, text=HELD_OUT))
     lessons.add(outcome(200))
     assert lessons.added_to(nothing()) is not None
@@ -126,7 +132,7 @@ def test_older_lessons_weigh_less_and_the_set_is_bounded(sizes: list[int]) -> No
     training = nothing()
     for number, size in enumerate(sizes):
         lessons = Lessons(now=0)
-        for _ in range(learning.FEWEST):
+        for _ in range(learner.FEWEST):
             lessons.add(outcome(0, text=HELD_OUT))
         for _ in range(size):
             lessons.add(outcome(1000 + number))
@@ -139,17 +145,17 @@ def test_older_lessons_weigh_less_and_the_set_is_bounded(sizes: list[int]) -> No
 
 
 def test_a_candidate_must_be_better_on_enough_held_out_requests() -> None:
-    outcomes = [outcome(100)] * learning.FEWEST
-    assert learning.better(Always(90), Always(70), outcomes)
-    assert not learning.better(Always(70), Always(70), outcomes)
-    assert not learning.better(Always(90), Always(70), outcomes[1:])
+    outcomes = [outcome(100)] * learner.FEWEST
+    assert learner.better(Always(90), Always(70), outcomes)
+    assert not learner.better(Always(70), Always(70), outcomes)
+    assert not learner.better(Always(90), Always(70), outcomes[1:])
 
 
 def test_a_version_goes_back_only_if_it_is_clearly_worse() -> None:
-    outcomes = [outcome(100)] * learning.FEWEST
-    assert learning.worse(Always(70), Always(90), outcomes)
-    assert not learning.worse(Always(89.9), Always(90), outcomes)
-    assert not learning.worse(Always(70), Always(90), outcomes[1:])
+    outcomes = [outcome(100)] * learner.FEWEST
+    assert learner.worse(Always(70), Always(90), outcomes)
+    assert not learner.worse(Always(89.9), Always(90), outcomes)
+    assert not learner.worse(Always(70), Always(90), outcomes[1:])
 
 
 # The learner: versions on disk, forests trained in this process, a clock that is set by hand.
@@ -167,7 +173,7 @@ def embeddings(tmp_path_factory: pytest.TempPathFactory) -> TokenEmbeddings:
 @pytest.fixture
 def versions(tmp_path: Path, embeddings: TokenEmbeddings) -> PredictorVersions:
     samples = lengths_folder.samples(300)
-    folds = [split.fold(group, 5) for group in split.groups([s.query for s in samples])]
+    folds = folds_of(samples)
     versions = PredictorVersions(tmp_path / "smollm2")
     versions.publish(*fit.train("magnus", samples, folds, embeddings, calibrate_on=0))
     return versions

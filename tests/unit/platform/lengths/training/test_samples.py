@@ -12,8 +12,7 @@ import pytest
 
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.lengths.predict.prediction import LengthQuery
-from loomserve.platform.lengths.training.samples import read
-from loomserve.platform.lengths.training.split import fold, groups, normalised
+from loomserve.platform.lengths.training.samples import fold, groups, normalised, read
 
 
 def words(text: str) -> int:

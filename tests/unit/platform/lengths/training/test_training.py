@@ -17,10 +17,10 @@ from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
 from loomserve.platform.lengths.predict.head import EDGES, Forest, Head, bucket_of
 from loomserve.platform.lengths.predict.prediction import LengthQuery
 from loomserve.platform.lengths.predict.predictor import KINDS, TrainedPredictor
-from loomserve.platform.lengths.training import fit, split
+from loomserve.platform.lengths.training import fit
 from loomserve.platform.lengths.training.evaluation import ALL, evaluate
 from loomserve.platform.lengths.training.retrain import TrainingError, in_own_process
-from loomserve.platform.lengths.training.samples import Sample
+from loomserve.platform.lengths.training.samples import folds_of
 from loomserve.platform.lengths.training.versions import TrainingSet
 from tests.unit.platform.lengths import lengths_folder
 
@@ -108,10 +108,6 @@ def test_weights_decide_where_samples_contradict(kind: str) -> None:
     tokens = np.repeat([10, 1000], 100)
     weights = np.repeat([0.01, 1.0], 100)
     assert fit.fit(kind, rows, tokens, weights).guess(rows[0]).tokens > 900
-
-
-def folds_of(samples: list[Sample]) -> list[int]:
-    return [split.fold(group, 5) for group in split.groups([s.query for s in samples])]
 
 
 def test_magnus_learns_what_each_application_does(embeddings: TokenEmbeddings) -> None:

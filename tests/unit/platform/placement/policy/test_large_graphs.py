@@ -7,9 +7,15 @@ import pytest
 
 from loomserve.platform.placement.policy import beam, bounds, helr
 from loomserve.platform.placement.policy.graph import Demand, DeviceNode, Graph, fits
-from loomserve.platform.placement.policy.helr import MODES, DoesNotFitError, Mode, place
+from loomserve.platform.placement.policy.helr import (
+    MODES,
+    NEIGHBOURS,
+    DoesNotFitError,
+    Mode,
+    place,
+    shortlist,
+)
 from loomserve.platform.placement.policy.kinds import Ints, Kinds
-from loomserve.platform.placement.policy.shortlist import NEIGHBOURS, shortlist
 from tests.unit.platform.placement.policy.test_placement import cluster, problem
 
 

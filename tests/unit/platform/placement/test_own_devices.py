@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.platform.placement.policy.division import cores_a_device, divided
+from loomserve.platform.placement.own_devices import cores_a_device, divided
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from loomserve.platform.scheduling.live_simulator import LiveSimulator
 from loomserve.platform.scheduling.simulator import (
     Policies,
     ScheduledStep,
     SimulatedRequest,
     StepShare,
 )
+from loomserve.platform.simulated.engine import LiveSimulator
 from tests.unit.platform.scheduling.test_simulator import COSTS, LIMITS
 
 
