@@ -1,8 +1,8 @@
 """Index of the blocks that a store holds: their places, their locks, and the order of eviction.
 
 Blocks are identified by namespace and key, slots and locations by numbers of the caller, who
-allocates them: the index is told where blocks are and returns what became free. It does no I/O and
-has no clock: ``now`` is in seconds of any clock that never goes back.
+allocates them: callers report where blocks are, and the index returns what became free. It does no
+I/O and has no clock: ``now`` is in seconds of any clock that never goes back.
 
 ``namespace`` is one that was added, else ``KeyError`` is raised. ``keys`` is a chain of blocks from
 the root on, ``KEY_BYTES`` a block; a key implies all keys before it, and ``ValueError`` is raised

@@ -105,7 +105,7 @@ class BlockStore:
         """Take over what an earlier store left in the arena and on SSD."""
         self.memory.rebuild(self._ssd, now)
         if self._network is not None:
-            # Whoever follows asks for all contents first.
+            # A store that follows asks for all contents first.
             self._network.journal.clear()
 
     def slot_bytes(self, namespace: bytes) -> int | None:

@@ -19,7 +19,7 @@ async def every(
     """Repeat ``work`` until the task is cancelled, which cancels the run in progress too.
 
     There are ``period_s`` seconds from the end of one run to the next, and ``delay_s`` before the
-    first. ``failed`` is told each of ``errors``, after which ``retry_s`` (None: ``period_s``) pass;
+    first. ``failed`` gets each of ``errors``, after which ``retry_s`` (None: ``period_s``) pass;
     without it, as with other errors, the first one ends the task.
     """
     await asyncio.sleep(delay_s)

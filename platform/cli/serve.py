@@ -98,7 +98,7 @@ class Platform:
             self._internal_token,
             str(self._base.resolve()),
             store_options,
-            {name: berth.why for name, berth in placed.berths.items()},
+            {name: each.why for name, each in placed.assignments.items()},
         )
 
     def _start_stores(self) -> StoreOptions | None:

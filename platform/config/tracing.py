@@ -12,7 +12,7 @@ from loomserve.platform.config.base import FieldError, Section
 _ENDPOINT = re.compile(
     r"https?://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?(?P<path>/[!-~]*)?"
 )
-# Whoever operates the platform is sent there: no other scheme.
+# A browser of an operator follows it: no other scheme.
 _PAGE = re.compile(r"https?://[!-~]+")
 HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9._-]{1,64}$")]
 HeaderValue = Annotated[str, Field(pattern=r"^[!-~]([ -~]{0,4094}[!-~])?$")]

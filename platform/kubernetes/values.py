@@ -39,7 +39,7 @@ _PLATFORM_CPUS = 1
 _HEAD_CPUS = 2
 # An engine on a GPU: its own step, and the front ends' part.
 _CPUS_BESIDE_GPU = 2
-# A pod that is told to end leaves its Service meanwhile, of which everybody has to hear.
+# A pod that gets SIGTERM leaves its Service meanwhile, of which all endpoints have to hear.
 _PRE_STOP_S = 15
 # What Serve, Ray and the KV store take to end once requests have ended.
 _RAY_ENDS_S = 30

@@ -25,7 +25,7 @@ _EMBEDDINGS_OF = "demo"
 KIND = "uellm"
 """For open questions the better of the two papers' (docs/lengths.md), and the faster to train."""
 _TOKENS = 128.0
-"""Guessed of every answer, to be beaten; nobody is told."""
+"""Guess for every answer that a trained predictor must beat; it is not reported."""
 
 
 def folder_of(name: str) -> Path:

@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 
 class Beside(Protocol):
-    """A process that runs beside Ray, and is started anew when it ends."""
+    """A process that runs beside Ray, and is started again when it ends."""
 
     @property
     def pid(self) -> int | None: ...

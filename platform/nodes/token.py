@@ -1,4 +1,4 @@
-"""The token of a cluster: whoever has it may run code on all nodes."""
+"""The token of a cluster, which permits its holder to run code on all nodes."""
 
 from __future__ import annotations
 

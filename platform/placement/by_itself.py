@@ -18,12 +18,12 @@ from loomserve.platform.devices.memory import gpus_of, least_replicas, replica_b
 from loomserve.platform.models import catalog
 from loomserve.platform.placement.division_of_model import divide, may_be_divided
 from loomserve.platform.placement.own_devices import NodeParts, own_devices, with_memory
-from loomserve.platform.placement.policy.berths import (
-    Berth,
+from loomserve.platform.placement.policy.assignments import (
+    DeviceAssignment,
     Newcomer,
     Spot,
     Taken,
-    first_berths,
+    first_assignments,
     unplaced,
 )
 from loomserve.platform.placement.policy.graph import stage_bytes
@@ -31,19 +31,19 @@ from loomserve.platform.placement.policy.graph import stage_bytes
 
 @dataclass(frozen=True)
 class Placed:
-    """A configuration with nothing left out; by model, the berths that the platform chose, and the
-    bytes of a replica, all its devices together."""
+    """A configuration with nothing left out. By model: the devices that the platform assigned, and
+    the bytes of a replica on all its devices together."""
 
     config: Config
-    berths: Mapping[str, Berth] = field(default_factory=dict)
+    assignments: Mapping[str, DeviceAssignment] = field(default_factory=dict)
     sizes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def counted(self) -> Config:
         """The configuration, with the number of replicas that each placed model begins with."""
         models = tuple(
-            model.model_copy(update={"replicas": self.berths[model.name].replicas})
-            if model.name in self.berths
+            model.model_copy(update={"replicas": self.assignments[model.name].replicas})
+            if model.name in self.assignments
             else model
             for model in self.config.models
         )
@@ -69,14 +69,14 @@ def placed(
         )
     devices = with_memory(devices, nodes)
     planner = _Planner(config, base, devices, weights)
-    models, berths = planner.models()
+    models, assignments = planner.models()
     changed = config.model_copy(update={"devices": devices, "models": models})
     try:
         checked = Config.model_validate(changed.model_dump())
     except ValidationError as error:
         what = "; ".join(str(each["msg"]) for each in error.errors())
         raise ConfigError(f"as the platform would place it: {what}") from None
-    return Placed(checked, berths, planner.sizes)
+    return Placed(checked, assignments, planner.sizes)
 
 
 def placed_late(model: Model, devices: Sequence[Device], base: Path) -> Model:
@@ -134,10 +134,10 @@ class _Planner:
             for model in config.models
         }
         self._taken = Taken()
-        self._divided: dict[str, tuple[Model, Berth]] = {}
+        self._divided: dict[str, tuple[Model, DeviceAssignment]] = {}
 
-    def models(self) -> tuple[tuple[Model, ...], dict[str, Berth]]:
-        """All models with their devices, and the berths of those that were placed."""
+    def models(self) -> tuple[tuple[Model, ...], dict[str, DeviceAssignment]]:
+        """All models with their devices, and the assignments of those that were placed."""
         for model in self._config.models:
             if model.is_placed:
                 self._take(model)
@@ -148,16 +148,20 @@ class _Planner:
                 self._divide(model)
         whole = [model for model in own if model.name not in self._divided]
         newcomers = [self._newcomer(model) for model in whole]
-        berths = first_berths(newcomers, self._spots, self._taken)
-        self._refuse(unplaced(berths))
-        found = {name: berth for name, berth in berths.items() if isinstance(berth, Berth)}
+        assignments = first_assignments(newcomers, self._spots, self._taken)
+        self._refuse(unplaced(assignments))
+        found = {
+            name: assignment
+            for name, assignment in assignments.items()
+            if isinstance(assignment, DeviceAssignment)
+        }
         models = {model.name: self._settled(model, found[model.name]) for model in whole}
-        for name, (model, berth) in self._divided.items():
-            models[name], found[name] = model, berth
+        for name, (model, assignment) in self._divided.items():
+            models[name], found[name] = model, assignment
         for model in own:
             if model.lending is None and models[model.name].lending is not None:
-                berth = found[model.name]
-                found[model.name] = replace(berth, why=f"{berth.why}; lending: auto")
+                assignment = found[model.name]
+                found[model.name] = replace(assignment, why=f"{assignment.why}; lending: auto")
         return tuple(models.get(each.name, each) for each in self._config.models), found
 
     def _refuse(self, unplaced: Mapping[str, Any]) -> None:
@@ -197,7 +201,7 @@ class _Planner:
         stages, sizes = division
         for (device, _), size in zip(stages, sizes, strict=True):
             self._taken.add(device, size, starts=now is not None)
-        berth = Berth(
+        assignment = DeviceAssignment(
             devices=tuple(device for device, _ in stages),
             replicas=1,
             starts=now is not None,
@@ -207,7 +211,7 @@ class _Planner:
         pipeline = Pipeline(mode="he", layers=tuple(layers for _, layers in stages))
         # The store does not keep blocks of stages.
         update = {"pipeline": pipeline, "kvstore": False, "kvstore_quota": None}
-        self._divided[model.name] = self._settled(model, berth, **update), berth
+        self._divided[model.name] = self._settled(model, assignment, **update), assignment
 
     def _division(
         self, model: Model, memory: Mapping[str, float]
@@ -217,15 +221,15 @@ class _Planner:
             return None
         return found.stages, stage_bytes(found.demand, found.placement.pipeline)
 
-    def _settled(self, model: Model, berth: Berth, **update: Any) -> Model:
+    def _settled(self, model: Model, assignment: DeviceAssignment, **update: Any) -> Model:
         kinds = {each.name: each.kind for each in self._devices}
-        kind = kinds[berth.devices[0]]
+        kind = kinds[assignment.devices[0]]
         return _filled(
             model,
             [each for each in self._devices if each.kind == kind],
             self._base,
-            devices=berth.devices,
-            start="now" if berth.starts else "on_demand",
+            devices=assignment.devices,
+            start="now" if assignment.starts else "on_demand",
             **update,
         )
 

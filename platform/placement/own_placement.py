@@ -52,15 +52,15 @@ def placed_on(
 
 def said(placed: Placed) -> Iterator[str]:
     """What was decided, a line each."""
-    if not placed.berths:
+    if not placed.assignments:
         return
     for device in placed.config.devices:
         assert device.memory is not None
         host = device.host_memory
         of_host = f", {host / 2**30:.1f} GiB of its host" if host is not None else ""
         yield f"device {device.name}: {device.memory / 2**30:.1f} GiB for models{of_host}"
-    for name, berth in placed.berths.items():
-        yield f"{name}: {berth.why}"
+    for name, assignment in placed.assignments.items():
+        yield f"{name}: {assignment.why}"
 
 
 def _weights(config: Config, base: Path, say: Say, nodes: Iterable[MachineParts]) -> dict[str, int]:

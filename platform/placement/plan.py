@@ -72,14 +72,14 @@ def plan_of_file(path: Path, say: Callable[[str], None]) -> PlacementPlan:
 
 
 def _planned(model: Model, placed: Placed, base: Path) -> PlannedModel:
-    berth = placed.berths.get(model.name)
+    assignment = placed.assignments.get(model.name)
     used = len(model.devices) if model.pipeline else least_replicas(model)
     return PlannedModel(
         name=model.name,
         devices=model.devices[:used],
         start="on_demand" if model.start == "on_demand" else "now",
         size=placed.sizes.get(model.name),
-        why=berth.why if berth is not None else _GIVEN,
+        why=assignment.why if assignment is not None else _GIVEN,
         parsers=_parsers(model, base),
     )
 

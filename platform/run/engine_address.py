@@ -12,7 +12,7 @@ class EngineNetwork:
     """The sockets of an :class:`EngineAddress` for other nodes, and what lets their front ends in.
 
     Keys are CURVE's, in Z85: of the engine, by which front ends know it, and of front ends, by
-    which it knows them. Whoever has them may have the engine compute.
+    which it knows them. Their holder may have the engine compute.
     """
 
     input: str

@@ -50,7 +50,7 @@ class Kinds:
             figures = (each.memory, each.layer_s, each.stage_s, each.first_s, each.last_s)
             kinds = alike.setdefault(figures, [])
             for kind in kinds:
-                # Whoever can be exchanged for one of a kind can be for all.
+                # A device that can be exchanged for one of a kind can be for all.
                 if _exchangeable(links, node, kind[0]):
                     kind.append(node)
                     break

@@ -183,7 +183,7 @@ def test_a_model_that_no_device_holds_is_divided_among_several(large: None) -> N
     # No device holds it (5.1 GiB each), and no three; the fewest that do.
     assert len(model.devices) == len(model.pipeline.layers) == 4
     assert (model.kvstore, model.start) == (False, "now")
-    assert found.berths["large"].why.startswith("no device holds its 13.4 GiB; layers: core")
+    assert found.assignments["large"].why.startswith("no device holds its 13.4 GiB; layers: core")
     # It has taken what there was.
     assert small.start == "on_demand"
 
@@ -221,7 +221,9 @@ def llama(tmp_path: Path) -> Path:
 def test_models_lend_to_each_other_without_saying_so(llama: Path) -> None:
     found = made(f"models: {{a: '{llama}', b: {{source: '{llama}'}}}}")
     assert [model.lending for model in found.config.models] == [Lending(auto=True)] * 2
-    assert all(berth.why.endswith("; lending: auto") for berth in found.berths.values())
+    assert all(
+        assignment.why.endswith("; lending: auto") for assignment in found.assignments.values()
+    )
     assert made(f"models: {{a: '{llama}', b: {{source: '{llama}'}}}}") == found
     (late,) = parse(f"models: {{late: '{llama}'}}").models
     assert placed_late(late, found.config.devices, Path("/")).lending == Lending(auto=True)

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.cli import placement as command
@@ -52,12 +54,19 @@ def test_a_file_s_plan_says_where_models_go_and_why(file: Path) -> None:
     assert all(each.why and each.size == ENGINE_BYTES + GIB // 2 for each in plan.models)
 
 
-def test_the_command_prints_it(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command.plan(file, as_json=True)
-    told = json.loads(capsys.readouterr().out)
-    assert [each["name"] for each in told["models"]] == ["a", "b", "c"]
-    command.plan(file, as_json=False)
-    assert "core0 had the most room: 6.4 GiB" in capsys.readouterr().out
+def printed(*words: str) -> str:
+    """What the command prints."""
+    app = typer.Typer()
+    app.command()(command.plan)
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_command_prints_it(file: Path) -> None:
+    shown = json.loads(printed(str(file), "--json"))
+    assert [each["name"] for each in shown["models"]] == ["a", "b", "c"]
+    assert "core0 had the most room: 6.4 GiB" in printed(str(file))
 
 
 def test_what_a_file_says_itself_is_no_decision(tmp_path: Path) -> None:
@@ -69,9 +78,7 @@ def test_what_a_file_says_itself_is_no_decision(tmp_path: Path) -> None:
     assert (model.devices, model.size, model.why) == (("d",), None, "the configuration says")
 
 
-def test_a_plan_says_what_reads_a_models_tool_calls(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_says_what_reads_a_models_tool_calls(tmp_path: Path) -> None:
     simulated.fetch()
     path = tmp_path / "given.yaml"
     path.write_text(
@@ -81,11 +88,9 @@ def test_a_plan_says_what_reads_a_models_tool_calls(
     (model,) = plan_of_file(path, print).models
     assert model.parsers is not None
     assert (model.parsers.tool_call.name, model.parsers.reasoning.name) == ("hermes", None)
-    command.plan(path, as_json=False)
-    assert "reasoning: none (the configuration says)" in capsys.readouterr().out
-    command.plan(path, as_json=True)
-    (told,) = json.loads(capsys.readouterr().out)["models"]
-    assert told["parsers"]["tool_call"]["name"] == "hermes"
+    assert "reasoning: none (the configuration says)" in printed(str(path))
+    (shown,) = json.loads(printed(str(path), "--json"))["models"]
+    assert shown["parsers"]["tool_call"]["name"] == "hermes"
 
 
 def test_nodes_of_a_cluster_are_not_known_without_it(file: Path) -> None:

@@ -1,7 +1,7 @@
 """Gives models their first devices, before anybody has asked for any.
 
-Nothing is known of their traffic then. The order of the file tells who goes first; memory and a
-balance between the devices tell where. Later, whoever is loaded again goes where there is room and
+Nothing is known of their traffic then. Models go in the order of the file, to devices by their free
+memory and a balance between them. A model that is loaded again later goes where there is room and
 least to do (``sites.py``).
 """
 
@@ -39,7 +39,7 @@ class Newcomer:
 
 
 @dataclass(frozen=True)
-class Berth:
+class DeviceAssignment:
     """Where a model's replicas are first, then where else they may come; how many there are to be,
     whether it is loaded with the platform, and why, for a person."""
 
@@ -50,7 +50,7 @@ class Berth:
 
 
 @dataclass(frozen=True)
-class NoBerth:
+class NotAssigned:
     """Why a model has no place; ``field`` is the model's that says too much."""
 
     why: str
@@ -60,7 +60,7 @@ class NoBerth:
 @dataclass
 class Taken:
     """What models that are placed take of each device: bytes and number of those that start with
-    the platform, and bytes ``expected`` of all whose berth it is, loaded or not."""
+    the platform, and bytes ``expected`` of all whose assignment it is, loaded or not."""
 
     memory: dict[str, float] = field(default_factory=dict)
     starting: dict[str, int] = field(default_factory=dict)
@@ -73,35 +73,37 @@ class Taken:
             self.starting[device] = self.starting.get(device, 0) + 1
 
 
-def first_berths(
+def first_assignments(
     newcomers: Sequence[Newcomer], spots: Sequence[Spot], taken: Taken
-) -> dict[str, Berth | NoBerth]:
-    """A berth for each model, by its name; those that start never take more than there is.
+) -> dict[str, DeviceAssignment | NotAssigned]:
+    """An assignment for each model, by its name; those that start never take more than there is.
     ``newcomers`` are in the order of the file; to ``taken``, by models with given devices, it
     adds."""
-    berths = {each.name: _berth(each, spots, taken) for each in newcomers}
-    _fill_empty(newcomers, spots, taken, berths)
-    return berths
+    assignments = {each.name: _assigned(each, spots, taken) for each in newcomers}
+    _fill_empty(newcomers, spots, taken, assignments)
+    return assignments
 
 
-def _berth(model: Newcomer, spots: Sequence[Spot], taken: Taken) -> Berth | NoBerth:
+def _assigned(
+    model: Newcomer, spots: Sequence[Spot], taken: Taken
+) -> DeviceAssignment | NotAssigned:
     possible = [each for each in spots if model.size <= each.memory]
     # A model's devices are of one kind; where there are GPUs, they are what the cores serve.
     if any(each.is_gpu for each in possible):
         possible = [each for each in possible if each.is_gpu]
     wanted = model.replicas or 1
     if not possible:
-        return NoBerth(_too_large(model, spots), "source")
+        return NotAssigned(_too_large(model, spots), "source")
     if wanted > len(possible):
         names = ", ".join(each.name for each in possible)
         why = f"it asks for {wanted} replicas, one a device, and {names} can have one each"
-        return NoBerth(why, "replicas")
+        return NotAssigned(why, "replicas")
     starting = [] if model.start == "on_demand" else _with_room(model, possible, taken)[:wanted]
     if len(starting) == wanted:
         return _settled(model, starting, possible, taken, starts=True)
     if model.start == "now":
         free = ", ".join(f"{each.name} {_gib(_free(each, taken))}" for each in possible)
-        return NoBerth(f"it needs {_gib(model.size)}, and so much is left: {free}", "start")
+        return NotAssigned(f"it needs {_gib(model.size)}, and so much is left: {free}", "start")
     # Where it will find least that other models want too.
     quiet = sorted(possible, key=lambda each: taken.expected.get(each.name, 0.0) / each.memory)
     quiet = quiet[:wanted]
@@ -123,12 +125,12 @@ def _with_room(model: Newcomer, possible: Iterable[Spot], taken: Taken) -> list[
 
 def _settled(
     model: Newcomer, chosen: Sequence[Spot], possible: Sequence[Spot], taken: Taken, *, starts: bool
-) -> Berth:
+) -> DeviceAssignment:
     why = _why(model, chosen, possible, taken, starts=starts)
     for each in chosen:
         taken.add(each.name, model.size, starts=starts)
     rest = [each.name for each in possible if each not in chosen]
-    return Berth((*(each.name for each in chosen), *rest), len(chosen), starts, why)
+    return DeviceAssignment((*(each.name for each in chosen), *rest), len(chosen), starts, why)
 
 
 def _why(
@@ -150,33 +152,37 @@ def _fill_empty(
     newcomers: Sequence[Newcomer],
     spots: Sequence[Spot],
     taken: Taken,
-    berths: dict[str, Berth | NoBerth],
+    assignments: dict[str, DeviceAssignment | NotAssigned],
 ) -> None:
     """Further replicas on devices that no model has, one a model in turn."""
     empty = [each for each in spots if each.name not in taken.expected]
     for spot in empty:
-        for model in sorted(newcomers, key=lambda each: _replicas(berths[each.name])):
-            berth = berths[model.name]
-            if not isinstance(berth, Berth) or not berth.starts or model.replicas is not None:
+        for model in sorted(newcomers, key=lambda each: _replicas(assignments[each.name])):
+            assignment = assignments[model.name]
+            if (
+                not isinstance(assignment, DeviceAssignment)
+                or not assignment.starts
+                or model.replicas is not None
+            ):
                 continue
-            if spot.name in berth.devices and model.size <= spot.memory:
-                berths[model.name] = _grown(berth, spot)
+            if spot.name in assignment.devices and model.size <= spot.memory:
+                assignments[model.name] = _grown(assignment, spot)
                 taken.add(spot.name, model.size, starts=True)
                 break
 
 
-def _replicas(berth: Berth | NoBerth) -> int:
-    return berth.replicas if isinstance(berth, Berth) else 0
+def _replicas(assignment: DeviceAssignment | NotAssigned) -> int:
+    return assignment.replicas if isinstance(assignment, DeviceAssignment) else 0
 
 
-def _grown(berth: Berth, spot: Spot) -> Berth:
-    there = berth.devices[: berth.replicas]
-    rest = [name for name in berth.devices if name not in (*there, spot.name)]
-    return Berth(
+def _grown(assignment: DeviceAssignment, spot: Spot) -> DeviceAssignment:
+    there = assignment.devices[: assignment.replicas]
+    rest = [name for name in assignment.devices if name not in (*there, spot.name)]
+    return DeviceAssignment(
         (*there, spot.name, *rest),
-        berth.replicas + 1,
-        berth.starts,
-        f"{berth.why}; {spot.name} has no other model",
+        assignment.replicas + 1,
+        assignment.starts,
+        f"{assignment.why}; {spot.name} has no other model",
     )
 
 
@@ -193,6 +199,10 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def unplaced(berths: Mapping[str, Berth | NoBerth]) -> dict[str, NoBerth]:
-    """Those that have no berth, by their names."""
-    return {name: berth for name, berth in berths.items() if isinstance(berth, NoBerth)}
+def unplaced(assignments: Mapping[str, DeviceAssignment | NotAssigned]) -> dict[str, NotAssigned]:
+    """Those that have no assignment, by their names."""
+    return {
+        name: assignment
+        for name, assignment in assignments.items()
+        if isinstance(assignment, NotAssigned)
+    }

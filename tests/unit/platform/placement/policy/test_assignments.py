@@ -1,4 +1,4 @@
-"""First berths: never more than there is, the same each time, and a reason for whoever has none."""
+"""First assignments: never more than there is, the same each time, and a reason for none."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.platform.placement.policy.berths import (
-    Berth,
+from loomserve.platform.placement.policy.assignments import (
+    DeviceAssignment,
     Newcomer,
-    NoBerth,
+    NotAssigned,
     Spot,
     Taken,
-    first_berths,
+    first_assignments,
     unplaced,
 )
 
@@ -26,65 +26,77 @@ def model(name: str, size: float = 2.0, **rest: object) -> Newcomer:
     return Newcomer(name, size * GIB, **rest)  # type: ignore[arg-type]
 
 
-def berths(*models: Newcomer, spots: list[Spot] = TWO_CORES) -> dict[str, Berth]:
-    found = first_berths(models, spots, Taken())
+def assignments(*models: Newcomer, spots: list[Spot] = TWO_CORES) -> dict[str, DeviceAssignment]:
+    found = first_assignments(models, spots, Taken())
     assert not unplaced(found)
-    return {name: berth for name, berth in found.items() if isinstance(berth, Berth)}
+    return {
+        name: assignment
+        for name, assignment in found.items()
+        if isinstance(assignment, DeviceAssignment)
+    }
 
 
 def test_the_first_of_each_core_start_and_the_others_are_spread() -> None:
-    found = berths(*(model(f"m{number}") for number in range(20)))
-    assert [name for name, berth in found.items() if berth.starts] == ["m0", "m1"]
-    assert Counter(berth.devices[0] for berth in found.values()) == {"core0": 10, "core1": 10}
-    assert {berth.replicas for berth in found.values()} == {1}
+    found = assignments(*(model(f"m{number}") for number in range(20)))
+    assert [name for name, assignment in found.items() if assignment.starts] == ["m0", "m1"]
+    assert Counter(assignment.devices[0] for assignment in found.values()) == {
+        "core0": 10,
+        "core1": 10,
+    }
+    assert {assignment.replicas for assignment in found.values()} == {1}
     # Wherever it begins, it may come to the other one too.
-    assert {frozenset(berth.devices) for berth in found.values()} == {frozenset(("core0", "core1"))}
+    assert {frozenset(assignment.devices) for assignment in found.values()} == {
+        frozenset(("core0", "core1"))
+    }
 
 
 def test_a_larger_model_weighs_as_many_smaller_ones() -> None:
-    found = berths(
+    found = assignments(
         *(model(name, start="on_demand") for name in "ab"),
         model("large", 6, start="on_demand"),
         *(model(name, start="on_demand") for name in "cde"),
     )
-    on = {name: berth.devices[0] for name, berth in found.items()}
+    on = {name: assignment.devices[0] for name, assignment in found.items()}
     assert on["large"] == "core0"
     assert [on[name] for name in "cde"] == ["core1"] * 3
 
 
 def test_on_a_gpu_all_start_that_fit_in_the_order_of_the_file() -> None:
     gpu = [Spot("gpu0", 5 * GIB, cores=None)]
-    found = berths(model("a"), model("b"), model("c"), spots=gpu)
-    assert [berth.starts for berth in found.values()] == [True, True, False]
+    found = assignments(model("a"), model("b"), model("c"), spots=gpu)
+    assert [assignment.starts for assignment in found.values()] == [True, True, False]
     assert "left nowhere" in found["c"].why
 
 
 def test_where_there_are_gpus_models_are_on_them_if_they_fit() -> None:
     spots = [Spot("core0", 99 * GIB), Spot("gpu0", 5 * GIB, cores=None)]
-    found = berths(model("a"), model("large", 50), spots=spots)
-    assert {name: berth.devices for name, berth in found.items()} == {
+    found = assignments(model("a"), model("large", 50), spots=spots)
+    assert {name: assignment.devices for name, assignment in found.items()} == {
         "a": ("gpu0",), "large": ("core0",),
     }  # fmt: skip
 
 
 def test_devices_without_a_model_have_further_replicas() -> None:
-    assert berths(model("a"))["a"].replicas == 2
-    assert [berth.replicas for berth in berths(model("a"), model("b")).values()] == [1, 1]
+    assert assignments(model("a"))["a"].replicas == 2
+    assert [assignment.replicas for assignment in assignments(model("a"), model("b")).values()] == [
+        1,
+        1,
+    ]
     three = [*TWO_CORES, Spot("core2", 10 * GIB)]
-    found = berths(model("a"), model("b"), spots=three)
+    found = assignments(model("a"), model("b"), spots=three)
     assert (found["a"].replicas, found["a"].devices[:2]) == (2, ("core0", "core2"))
-    assert berths(model("a", replicas=1))["a"].replicas == 1
-    assert berths(model("a", start="on_demand"))["a"].replicas == 1
+    assert assignments(model("a", replicas=1))["a"].replicas == 1
+    assert assignments(model("a", start="on_demand"))["a"].replicas == 1
 
 
 def test_what_operators_say_wins() -> None:
-    found = berths(
+    found = assignments(
         model("a"), model("b"), model("now", start="now"), model("later", start="on_demand")
     )
-    assert {name: berth.starts for name, berth in found.items()} == {
+    assert {name: assignment.starts for name, assignment in found.items()} == {
         "a": True, "b": True, "now": True, "later": False,
     }  # fmt: skip
-    assert berths(model("two", replicas=2), model("b"))["two"].replicas == 2
+    assert assignments(model("two", replicas=2), model("b"))["two"].replicas == 2
 
 
 @pytest.mark.parametrize(
@@ -95,8 +107,10 @@ def test_what_operators_say_wins() -> None:
         (model("x", 9, start="now"), "start", "so much is left: core0 8.0 GiB, core1 8.0 GiB"),
     ],
 )
-def test_whoever_has_no_berth_hears_why(refused: Newcomer, field: str, why: str) -> None:
-    found = first_berths([model("a"), model("b"), refused], TWO_CORES, Taken())
+def test_a_model_without_an_assignment_has_the_reason(
+    refused: Newcomer, field: str, why: str
+) -> None:
+    found = first_assignments([model("a"), model("b"), refused], TWO_CORES, Taken())
     (problem,) = unplaced(found).values()
     assert problem.field == field
     assert why in problem.why
@@ -105,9 +119,9 @@ def test_whoever_has_no_berth_hears_why(refused: Newcomer, field: str, why: str)
 def test_models_with_devices_have_taken_theirs() -> None:
     taken = Taken()
     taken.add("core0", 9 * GIB, starts=True)
-    (berth,) = first_berths([model("a")], TWO_CORES, taken).values()
-    assert isinstance(berth, Berth)
-    assert (berth.devices[0], berth.starts) == ("core1", True)
+    (assignment,) = first_assignments([model("a")], TWO_CORES, taken).values()
+    assert isinstance(assignment, DeviceAssignment)
+    assert (assignment.devices[0], assignment.starts) == ("core1", True)
 
 
 newcomers = st.lists(
@@ -133,25 +147,25 @@ spots = st.lists(
 
 
 @given(newcomers, spots)
-def test_berths_keep_what_they_promise(models: list[Newcomer], devices: list[Spot]) -> None:
+def test_assignments_keep_what_they_promise(models: list[Newcomer], devices: list[Spot]) -> None:
     taken = Taken()
-    found = first_berths(models, devices, taken)
-    assert found == first_berths(models, devices, Taken())
+    found = first_assignments(models, devices, taken)
+    assert found == first_assignments(models, devices, Taken())
     assert found.keys() == {each.name for each in models}
     memory = {each.name: each.memory for each in devices}
     gpus = {each.name for each in devices if each.is_gpu}
     used: Counter[str] = Counter()
     for each in models:
-        berth = found[each.name]
-        if isinstance(berth, NoBerth):
-            assert berth.why
+        assignment = found[each.name]
+        if isinstance(assignment, NotAssigned):
+            assert assignment.why
             continue
-        assert berth.why
-        assert 1 <= berth.replicas <= len(berth.devices) == len(set(berth.devices))
-        assert all(each.size <= memory[name] for name in berth.devices)
-        assert set(berth.devices) <= gpus or not set(berth.devices) & gpus
-        assert each.start == "auto" or berth.starts == (each.start == "now")
-        for name in berth.devices[: berth.replicas] if berth.starts else ():
+        assert assignment.why
+        assert 1 <= assignment.replicas <= len(assignment.devices) == len(set(assignment.devices))
+        assert all(each.size <= memory[name] for name in assignment.devices)
+        assert set(assignment.devices) <= gpus or not set(assignment.devices) & gpus
+        assert each.start == "auto" or assignment.starts == (each.start == "now")
+        for name in assignment.devices[: assignment.replicas] if assignment.starts else ():
             used[name] += each.size
     assert all(used[name] <= memory[name] * (1 + 1e-9) for name in used)
     assert {name: round(size, 6) for name, size in used.items()} == {
@@ -163,11 +177,11 @@ def test_berths_keep_what_they_promise(models: list[Newcomer], devices: list[Spo
 def test_models_at_the_end_of_the_file_move_nobody_before_them(
     models: list[Newcomer], devices: list[Spot], more: list[Newcomer]
 ) -> None:
-    before = first_berths(models, devices, Taken())
-    after = first_berths([*models, *more], devices, Taken())
-    for name, berth in before.items():
+    before = first_assignments(models, devices, Taken())
+    after = first_assignments([*models, *more], devices, Taken())
+    for name, assignment in before.items():
         now = after[name]
-        if isinstance(berth, NoBerth) or isinstance(now, NoBerth):
-            assert berth == now
+        if isinstance(assignment, NotAssigned) or isinstance(now, NotAssigned):
+            assert assignment == now
         else:
-            assert (berth.devices[0], berth.starts) == (now.devices[0], now.starts)
+            assert (assignment.devices[0], assignment.starts) == (now.devices[0], now.starts)
