@@ -54,6 +54,21 @@ def test_every_path_of_the_tree_is_there(page: Path) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_the_first_line_says_what_a_page_is_for(page: Path) -> None:
+    _, _, first, *_ = page.read_text().splitlines()
+    assert first.startswith(("Guide: ", "Reference: ", "Measurements: "))
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_figures_of_commits_are_on_pages_of_measurements(page: Path) -> None:
+    text = page.read_text()
+    if "\nMeasurements: " not in text:
+        assert (
+            re.findall(r"\bat commit [0-9a-f]{7}\b|raw results? not kept|load average", text) == []
+        )
+
+
 def test_readme_and_architecture_lead_to_the_glossary() -> None:
     assert "docs/glossary.md" in (ROOT / "README.md").read_text()
     assert "glossary.md" in (ROOT / "docs/architecture.md").read_text()
