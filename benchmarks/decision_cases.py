@@ -109,6 +109,7 @@ class Fleet:
             kv_capacity_tokens=200_000,
             draining=number % 100 == 99,
             role=Role.UNIFIED,
+            told_at=0.0,
         )
         self.table.report(id_, stats)
 

@@ -220,7 +220,7 @@ async def serve(given: dict[str, Any]) -> None:
     from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
     from loomserve.deployments.gateway.front_ends import ModelFrontEnds
     from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
-    from loomserve.platform.config import Elastic, Server
+    from loomserve.platform.config import Elastic, Model, Server
     from loomserve.platform.fleet.messages import FrontEndSpec, ModelRoute, ReplicaRoute
     from loomserve.platform.http.asgi import DirectPosts
     from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
@@ -242,12 +242,15 @@ async def serve(given: dict[str, Any]) -> None:
         elastic=Elastic(),
     )
     route = ModelRoute(
-        name=MODEL,
+        model=Model(
+            name=MODEL,
+            source="demo",
+            devices=("core0",),
+            max_concurrent_requests=4096,
+            kvstore=False,
+        ),
         status=ModelStatus.READY,
-        policy="load_aware",
-        max_concurrent_requests=4096,
         max_model_len=LONGEST,
-        kvstore=False,
         front_end=FrontEndSpec(
             path=given["model"],
             engine_options=_options(given),
@@ -262,10 +265,10 @@ async def serve(given: dict[str, Any]) -> None:
     metrics.set_models({MODEL: ["r1"]})
     routes: Any = SimpleNamespace(choose=lambda fields, key: route)
     clients = ClientEndpoint(
+        Server(max_sequences=1),
         *(routes, front_ends, LengthPredictions(metrics), metrics),
         TokenMeter(KeyMetrics(registry), Path(given["folder"]) / "tokens.json"),
         isolates_tenants=False,
-        max_sequences=1,
     )
     app = ingress_middleware(
         DirectPosts(

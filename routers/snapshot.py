@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,7 +25,6 @@ class RoutingStats(BaseModel):
     draining: bool
     role: Role
     told_at: float = Field(
-        default_factory=time.monotonic,
         description="The moment at which it is told, by the monotonic clock of its other times.",
     )
 

@@ -19,7 +19,6 @@ from loomserve.platform.batch.executor import (
     LineAnswer,
     LineCall,
     LineOutcome,
-    ServedModel,
 )
 from loomserve.platform.fleet.messages import LineRequest, ServedEngines
 
@@ -67,31 +66,15 @@ class GatewayExecutor:
         self._asked_s = now
         # It errs by half of the way there and back at most.
         told_at = (now + time.monotonic()) / 2
-        served = {
-            name: ServedModel(
-                model.max_model_len,
-                {replica.id: replica.stats.received(told_at) for replica in model.replicas},
-                model.predictor,
-                model.on_demand,
-            )
-            for name, model in answer.models.items()
-        }
+        served = {name: model.received(told_at) for name, model in answer.models.items()}
         aliases = {name: AliasedModels(alias.models) for name, alias in answer.aliases.items()}
         self._models = {**aliases, **served}
         return self._models
 
     async def execute(self, call: LineCall) -> LineAnswer:
-        line = LineRequest(
-            generation=self._generation,
-            owner=call.owner,
-            path=call.path,
-            body=dict(call.body),
-            request_id=call.request_id,
-            model=call.model,
-            engine=call.engine,
-            timeout_s=self._line_timeout_s,
-        )
-        response = self._gateway.complete_line.remote(line.model_dump())
+        line = call.model_dump(include=set(LineRequest.model_fields))
+        line |= {"generation": self._generation, "timeout_s": self._line_timeout_s}
+        response = self._gateway.complete_line.remote(line)
         try:
             # A gateway that is stopped is ended by Serve, and its lines with it.
             status, body = await ended_with_caller(response)

@@ -14,7 +14,7 @@ from loomserve.platform.adapters.sources import KeptAdapter, take, take_configur
 from loomserve.platform.base.errors import BadRequest, LoomserveError
 from loomserve.platform.config import AdapterSource, Config, Model
 from loomserve.platform.fleet.fleet import Fleet
-from loomserve.platform.fleet.registry import ReplicaRecord
+from loomserve.platform.fleet.snapshot import ReplicaRecord
 
 _log = logging.getLogger("ray.serve")
 

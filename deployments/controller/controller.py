@@ -40,8 +40,9 @@ from loomserve.platform.config import Alias, Config, Model
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import DesiredState, Heartbeat, Routes, ServedEngines
 from loomserve.platform.fleet.nodes import GatewayHeartbeat, GatewayOrders
+from loomserve.platform.fleet.rates import Rates
 from loomserve.platform.fleet.wishes import Wishes, WishStore
-from loomserve.platform.rebalancing.runner import RebalancingRunner
+from loomserve.platform.rebalancing.runner import RebalancingRunner, rates_window_s
 from loomserve.platform.state import (
     LendingState,
     ModelEvents,
@@ -78,7 +79,12 @@ class Controller(PlanMethods):
         self._first = replicas, placed or {}
         self._started_at = time.monotonic()
         self._limits = LimitBank(self._started_at)
-        self._fleet = Fleet(checked.devices, checked.server.drain_timeout_s, AliasTable.of(checked))
+        self._fleet = Fleet(
+            checked.devices,
+            checked.server.drain_timeout_s,
+            AliasTable.of(checked),
+            Rates(rates_window_s(checked.rebalancing)),
+        )
         options = StoreOptions.model_validate(store) if store else None
         self._store = await asyncio.to_thread(WishStore, wishes_folder(), internal_token)
         self._generation = self._store.generation
@@ -139,7 +145,6 @@ class Controller(PlanMethods):
         self._presence.observe(heartbeat)
         desired = self._fleet.report(heartbeat, time.monotonic())
         self._presence.take_problem(heartbeat)
-        self._rebalancing.observe(heartbeat)
         await self._publish()
         return desired.model_copy(update={"generation": self._generation})
 

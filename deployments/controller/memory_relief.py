@@ -12,9 +12,9 @@ from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.base.periodic import every
 from loomserve.platform.devices.shortage import threshold
-from loomserve.platform.elastic.policy.shortage import Holder, gives_back
+from loomserve.platform.elastic.policy.shortage import gives_back, may_go
 from loomserve.platform.fleet.fleet import Fleet
-from loomserve.platform.fleet.registry import ReplicaRecord
+from loomserve.platform.fleet.snapshot import ReplicaRecord
 from loomserve.platform.state import Presence
 
 _log = logging.getLogger("ray.serve")
@@ -66,36 +66,26 @@ class MemoryRelief:
                 self._relieve(node, replicas, now)
 
     def _relieve(self, node: str, replicas: list[ReplicaRecord], now: float) -> None:
-        stay = [each for each in replicas if each.id not in self._fleet.gives_back]
-        holder = gives_back(self._holder(each, now) for each in stay if not each.stops)
-        if holder is None:
+        registry = self._fleet.registry
+        chosen = gives_back(
+            (registry.model(each.model.name, now), each)
+            for each in replicas
+            if not each.stops and each.id not in self._fleet.gives_back
+        )
+        if chosen is None:
             return
+        model, replica = chosen
         self._not_before[node] = now + _SETTLE_S
         why = (
             f"{_memory_of(node)} is short: {_used(replicas):.0%} are used, and "
             f"{threshold():.0%} may be"
         )
-        _log.error("replica %s gives its memory back: %s", holder.replica, why)
-        if holder.may_go and not holder.requests:
-            self._mover.begin(holder.model, Presence.UNLOADED, why)
+        _log.error("replica %s gives its memory back: %s", replica.id, why)
+        if may_go(model):
+            self._mover.begin(model.name, Presence.UNLOADED, why)
         else:
-            self._fleet.gives_back[holder.replica] = why
-            self._mover.note(holder.model, Presence.READY, f"replica {holder.replica} ends: {why}")
-
-    def _holder(self, replica: ReplicaRecord, now: float) -> Holder:
-        name, beat = replica.model.name, replica.heartbeat
-        record = self._fleet.registry.record(name)
-        live = self._fleet.registry.live(name, now)
-        return Holder(
-            replica=replica.id,
-            model=name,
-            held_bytes=beat.footprint.memory_bytes if beat.footprint is not None else 0,
-            requests=beat.in_flight,
-            others=sum(not (each.stops or each.asleep) for each in live) - (not replica.asleep),
-            may_go=record.on_demand
-            and not replica.model.pinned
-            and not any(each.heartbeat.in_flight for each in live),
-        )
+            self._fleet.gives_back[replica.id] = why
+            self._mover.note(model.name, Presence.READY, f"replica {replica.id} ends: {why}")
 
     def _by_node(self) -> Mapping[str, list[ReplicaRecord]]:
         found: defaultdict[str, list[ReplicaRecord]] = defaultdict(list)

@@ -247,9 +247,7 @@ class ModelLifecycle:
             path=model.source,
             base=self._base,
             internal_token=self._internal_token,
-            drain_timeout_s=self._config.server.drain_timeout_s,
-            log_format=self._config.server.log_format,
-            media_hosts=self._config.server.media_hosts,
+            server=self._config.server,
             kv_transfer_config=kv_transfer_config,
             scheduling=scheduler_options(
                 model, self._config.kvstore if kv_transfer_config is not None else None

@@ -16,13 +16,13 @@ from loomserve.platform.base.errors import Conflict, LoomserveError, Unavailable
 from loomserve.platform.base.periodic import every
 from loomserve.platform.config import Config, Model
 from loomserve.platform.devices.memory import gpus_of, is_on_gpus
-from loomserve.platform.elastic.observe import ElasticObserver, is_settled
+from loomserve.platform.elastic.observe import ElasticObserver
 from loomserve.platform.elastic.policy.decide import decide
 from loomserve.platform.elastic.policy.growth import grow
-from loomserve.platform.elastic.policy.snapshot import HOST, ElasticDecision, ElasticRules, NoRoom
+from loomserve.platform.elastic.policy.snapshot import HOST, ElasticDecision, NoRoom
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import Heartbeat
-from loomserve.platform.fleet.registry import ModelRecord
+from loomserve.platform.fleet.snapshot import ModelRecord
 from loomserve.platform.http.engine_errors import model_failed
 from loomserve.platform.models import catalog
 from loomserve.platform.placement import model_files
@@ -53,8 +53,7 @@ class ModelPresence:
     ) -> None:
         """``base`` is the folder to which sources are relative."""
         self._base, self._fleet, self._mover, self._clock = base, fleet, mover, clock
-        options = config.elastic
-        self._rules = ElasticRules(options.residence_s, options.wait_timeout_s)
+        self._rules = config.elastic
         budgets = {each.name: float(each.memory) for each in config.devices if each.memory}
         budgets |= {
             each.name + HOST: float(each.host_memory) for each in config.devices if each.host_memory
@@ -172,7 +171,7 @@ class ModelPresence:
     async def _begin_anew(self, record: ModelRecord) -> None:
         """Try a model that has failed again at once, as an operator wishes."""
         name = record.model.name
-        if record.failure is None or self._failures.answers(name, self._clock()):
+        if record.failure is None or self._fleet.registry.model(name, self._clock()).answers:
             return
         # What Serve has left of it would be taken for what is wished.
         await self._mover.change(name, Presence.UNLOADED, "an operator has it loaded anew")
@@ -227,24 +226,20 @@ class ModelPresence:
                 self._mover.begin(name, Presence.UNLOADED, "it could not be loaded")
 
     def _is_ready(self, name: str, now: float) -> bool:
-        record = self._fleet.registry.record(name)
-        live = self._fleet.registry.live(name, now)
-        return (
-            record.presence is Presence.READY
-            and name not in self._mover.moving
-            and is_settled(record, live)
-        )
+        model = self._fleet.registry.model(name, now)
+        is_to_be = model.record.presence is Presence.READY and name not in self._mover.moving
+        return is_to_be and model.settled
 
     def _reconcile(self, now: float) -> None:
         """What replicas are not, although they are to be, is done anew: one was started again, a
         call was lost, or an engine was woken by a request."""
-        for record in self._fleet.registry.records:
-            name, live = record.model.name, self._fleet.registry.live(record.model.name, now)
+        for model in self._fleet.registry.snapshot(now).models:
+            name, record = model.name, model.record
             if name in self._mover.moving or record.unload_deadline is not None:
                 continue
-            if is_settled(record, live):
+            if model.settled:
                 self._tried_at.pop(name, None)
-            elif self._is_due(record, bool(live), now):
+            elif self._is_due(record, bool(model.replicas), now):
                 self._tried_at[name] = now
                 self._mover.begin(name, record.presence, record.why)
 
@@ -283,20 +278,16 @@ class Failures:
             return False
         record = self._fleet.registry.record(name)
         goes = record.presence is not Presence.READY or record.unload_deadline is not None
-        if goes or self.answers(name, now):
+        if goes or self._fleet.registry.model(name, now).answers:
             return False
         self._fleet.registry.set_failure(name, heartbeat.problem)
         self._tries[name] = _TRIES
         return True
 
-    def answers(self, name: str, now: float) -> bool:
-        """Whether some live replica of a model has answered."""
-        return any(each.heartbeat.answers for each in self._fleet.registry.live(name, now))
-
     def check(self, record: ModelRecord, now: float) -> None:
         """Let a failed model be tried again for a request; raises Unavailable if it is too soon."""
         name = record.model.name
-        if record.failure is None or self.answers(name, now):
+        if record.failure is None or self._fleet.registry.model(name, now).answers:
             return
         pause_s = _FAILED_S * _LONGER ** self._tries[name]
         too_soon = now - self._failed_at.setdefault(name, now) < pause_s

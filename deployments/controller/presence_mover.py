@@ -13,10 +13,9 @@ from typing import Any
 from loomserve.deployments.controller.models import ModelLifecycle
 from loomserve.deployments.controller.replica_calls import ReplicaCalls, ReplicaUnreachableError
 from loomserve.platform.base.errors import Conflict
-from loomserve.platform.elastic.observe import is_settled
 from loomserve.platform.elastic.policy.snapshot import PresenceChange
 from loomserve.platform.fleet.fleet import Fleet
-from loomserve.platform.fleet.registry import ReplicaRecord
+from loomserve.platform.fleet.snapshot import ReplicaRecord
 from loomserve.platform.state import ModelEvent, Presence
 
 _log = logging.getLogger("ray.serve")
@@ -126,8 +125,7 @@ class PresenceMover:
     async def _move(self, name: str, presence: Presence, drains: bool) -> None:
         if presence is Presence.READY:
             await self._wake(name)
-            live = self._fleet.registry.live(name, self._clock())
-            if not is_settled(self._fleet.registry.record(name), live):
+            if not self._fleet.registry.model(name, self._clock()).settled:
                 await self._models.place(name)
             return
         await asyncio.sleep(_GATEWAYS_KNOW_S)

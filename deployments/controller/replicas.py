@@ -12,7 +12,7 @@ from loomserve.platform.config import Device, Model
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import EngineSpec, devices_with_replicas
 from loomserve.platform.fleet.nodes import places
-from loomserve.platform.fleet.registry import ModelRecord
+from loomserve.platform.fleet.snapshot import ModelRecord
 
 _DELETING = "DELETING"
 

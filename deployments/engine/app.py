@@ -10,7 +10,7 @@ from ray import serve
 from loomserve.deployments.engine.engine_replica import EngineReplica
 from loomserve.deployments.serve_options import serve_options, start_apps
 from loomserve.platform.adapters.table import ROOM
-from loomserve.platform.config import LOCAL_PROMPT_TOKENS, Model, Simulated
+from loomserve.platform.config import Model, Simulated
 from loomserve.platform.devices.gpus import FREE_AT_START
 from loomserve.platform.devices.machine import cpu_dtype
 from loomserve.platform.engine.options.known import of_engine
@@ -39,13 +39,7 @@ _LENDING_OPTIONS = {
 
 def front_end_of(spec: EngineSpec) -> FrontEndSpec:
     """What gateways build the model's front end of."""
-    roles = spec.model.roles
-    return FrontEndSpec(
-        path=spec.path,
-        engine_options=_engine_options(spec),
-        parsers=spec.parsers,
-        local_prompt_tokens=roles.local_prompt_tokens if roles else LOCAL_PROMPT_TOKENS,
-    )
+    return FrontEndSpec(path=spec.path, engine_options=_engine_options(spec), parsers=spec.parsers)
 
 
 def build_replica_app(spec: EngineSpec, device: str) -> Any:
@@ -65,9 +59,9 @@ def build_replica_app(spec: EngineSpec, device: str) -> Any:
         num_replicas=1,
         # Requests do not pass through Serve; the gateway keeps the limit.
         max_ongoing_requests=1_000_000,
-        graceful_shutdown_timeout_s=spec.drain_timeout_s + 15,
+        graceful_shutdown_timeout_s=spec.server.drain_timeout_s + 15,
         ray_actor_options=actor,
-        **serve_options(spec.log_format),
+        **serve_options(spec.server.log_format),
     )
     return deployment.bind(
         spec.model_dump(mode="json"),
@@ -89,7 +83,7 @@ def _engine_options(spec: EngineSpec) -> dict[str, Any]:
         # vLLM gives all stages the same, so the largest has the fewest blocks.
         "kv_cache_memory_bytes": model.kv_cache_memory * max(layers) // sum(layers),
         "pipeline_parallel_size": max(1, len(spec.stage_layers)),
-        "allowed_media_domains": [*spec.media_hosts] or [_NO_HOST],
+        "allowed_media_domains": [*spec.server.media_hosts] or [_NO_HOST],
     }
     if not model.is_simulated:
         options["scheduler_cls"] = "loomserve.platform.engine.scheduler.make_scheduler"

@@ -108,7 +108,7 @@ class EngineReplica:
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._draining = self._stopping = False
         self._ends = ""
-        self._stop_timeout_s = self._spec.drain_timeout_s
+        self._stop_timeout_s = self._spec.server.drain_timeout_s
         self._claim = await _claim_device(self._spec)
         self._path = await asyncio.to_thread(_weights_here, self._spec)
         self._role = configured_role(self._spec.model, self._claim.device.name)
@@ -280,6 +280,7 @@ class EngineReplica:
             kv_capacity_tokens=facts.blocks * facts.block_tokens,
             draining=self._draining or self._stopping or bool(self._ends),
             role=self._role,
+            told_at=time.monotonic(),
         )
 
     def _apply(self, desired: DesiredState) -> None:
@@ -348,7 +349,7 @@ async def _claim_device(spec: EngineSpec) -> DeviceClaim:
         # A pipeline is its model's only replica, so its first device stands for all.
         spec.devices[:1] if spec.stage_layers else spec.devices,
         session_folder() / "loomserve-devices",
-        spec.drain_timeout_s + 15,
+        spec.server.drain_timeout_s + 15,
     )
     # Engine processes inherit the environment of the replica that starts them.
     os.environ.update(

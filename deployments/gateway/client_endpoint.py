@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Collection, Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,7 +13,7 @@ from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.platform.access.sequences import ModelMeter
 from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.base.errors import RequestError
-from loomserve.platform.config import ApiKey
+from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.lengths.service import LengthPredictions
 from loomserve.platform.requests.endpoints import ENDPOINTS
@@ -32,6 +32,7 @@ class ClientEndpoint:
 
     def __init__(
         self,
+        server: Server,
         routes: ModelRoutes,
         answering: Answering,
         lengths: LengthPredictions,
@@ -39,16 +40,12 @@ class ClientEndpoint:
         meter: TokenMeter,
         *,
         isolates_tenants: bool,
-        max_sequences: int,
-        media_hosts: Collection[str] = (),
         sequences: ModelMeter | None = None,
         usage: UsageMeter | None = None,
     ) -> None:
         """
         Args:
             isolates_tenants: no API key reads another's KV blocks.
-            max_sequences: prompts times answers that one request may ask for.
-            media_hosts: hosts that requests may link to media on.
             sequences: counts those of each model; None: this endpoint's alone.
             usage: keeps what API keys use; None: nobody does.
         """
@@ -58,8 +55,7 @@ class ClientEndpoint:
         self._metrics = metrics
         self._meter = meter
         self._isolates_tenants = isolates_tenants
-        self._max_sequences = max_sequences
-        self._media_hosts = media_hosts
+        self._server = server
         self._sequences = sequences or ModelMeter()
         self._usage = usage
 
@@ -70,8 +66,8 @@ class ClientEndpoint:
     async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
         request = EngineRequest.of(path, state["body"], _content_type(path, scope))
-        request.check_sequences(self._max_sequences)
-        request.check_conversation(self._media_hosts)
+        request.check_sequences(self._server.max_sequences)
+        request.check_conversation(self._server.media_hosts)
         key: ApiKey | None = state.get("api_key")
         if key is not None:
             request.check_priority(key.first_priority)
@@ -83,7 +79,7 @@ class ClientEndpoint:
         request = request.for_model(route.asked)
         request.check_texts(route.max_model_len)
         sequences = request.sequences
-        most = route.max_concurrent_requests
+        most = route.model.max_concurrent_requests
         self._sequences.check(route.name, most, sequences)
         if sequences > 1 and "take_more" in state:
             state["take_more"](sequences - 1)

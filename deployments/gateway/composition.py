@@ -152,14 +152,13 @@ async def compose(
         chosen=metrics.alias_chosen,
     )
     clients = ClientEndpoint(
+        server,
         routes,
         front_ends,
         lengths,
         metrics,
         tokens,
         isolates_tenants=isolates_tenants,
-        max_sequences=server.max_sequences,
-        media_hosts=server.media_hosts,
         sequences=sequences,
         usage=usage,
     )
@@ -202,7 +201,7 @@ async def compose(
     ) -> tuple[int, bytes]:
         """Have an engine of ``body["model"]`` compute a text's KV; its answer's status and body."""
         route = routes.find(body["model"], None)
-        if not route.kvstore:
+        if not route.model.kvstore:
             raise Conflict(f"model {route.name!r} keeps nothing in the KV store", param="model")
         request = EngineRequest(path, body)
         if tenant is not None and isolates_tenants:

@@ -146,7 +146,7 @@ class Gateway:
         )
         parts.metrics.adapters.set_adapters(routes.adapters)
         parts.lengths.set_models(
-            {route.name: route.predictor for route in routes.models if route.predictor}
+            {each.name: each.model.predictor for each in routes.models if each.model.predictor}
         )
         return routes.version
 

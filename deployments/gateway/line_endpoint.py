@@ -52,9 +52,7 @@ class LineEndpoint:
         """``isolates_tenants``: no API key reads another's KV blocks."""
         self._tracer = tracer
         self._logs = server.log_format == "json"
-        self._max_body = server.max_body
-        self._max_sequences = server.max_sequences
-        self._media_hosts = server.media_hosts
+        self._server = server
         self._keys = keys
         self._meter = meter
         self._routes = routes
@@ -124,7 +122,7 @@ class LineEndpoint:
 
     def _request(self, line: LineRequest, key: ApiKey | None) -> ForwardRequest:
         request = EngineRequest.of_fields(line.path, line.body)
-        request.check_conversation(self._media_hosts)
+        request.check_conversation(self._server.media_hosts)
         if line.body.get("stream"):
             raise BadRequest("a batch's requests cannot stream; leave it out", param="stream")
         if line.body.get("encoding_format") in _BYTES:
@@ -132,7 +130,7 @@ class LineEndpoint:
                 "a batch's answers are JSON; ask for base64 in the place of bytes",
                 param="encoding_format",
             )
-        request.check_sequences(self._max_sequences)
+        request.check_sequences(self._server.max_sequences)
         if key is not None:
             request.check_priority(key.first_priority)
         route = self._routes.choose(line.body, key, line.model)
@@ -141,9 +139,9 @@ class LineEndpoint:
         if key is not None and self._isolates_tenants:
             request = request.isolated(key.name)
         request = request.with_hints(background=True)
-        if request.size > self._max_body:
+        if request.size > self._server.max_body:
             raise BodyTooLarge(
-                f"The request is larger than {self._max_body} bytes. Send less, or ask the "
+                f"The request is larger than {self._server.max_body} bytes. Send less, or ask the "
                 "operator to raise server.max_body."
             )
         return ForwardRequest(

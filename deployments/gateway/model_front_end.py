@@ -12,7 +12,7 @@ from loomserve.deployments.gateway.answering import ForwardRequest
 from loomserve.deployments.gateway.load_reports import Get, LoadReports, StoreReadings
 from loomserve.deployments.gateway.replica_choice import AnswerContext, ReplicaChoice
 from loomserve.platform.base.errors import Unavailable
-from loomserve.platform.config import LOCAL_NODE
+from loomserve.platform.config import LOCAL_NODE, LOCAL_PROMPT_TOKENS
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.front_end.engine.answers.first_answer import FirstAnswers, Tell
 from loomserve.platform.front_end.engine.handoffs import Handoffs
@@ -57,10 +57,13 @@ class ModelFrontEnd:
         self._wait_s = bounds.reroute_timeout_s
         self._problem = ""
         self._route = route
-        self._table = ReplicaTable(ledger, stale_after_s=route.router.stale_after_s)
+        self._table = ReplicaTable(ledger, stale_after_s=route.model.router.stale_after_s)
         self._loads = LoadReports(get, self._table)
-        handoffs = Handoffs(self._role_of, self.spec.local_prompt_tokens)
-        self._choice = ReplicaChoice(route.name, route.router, ledger, metrics, self._table)
+        roles = route.model.roles
+        handoffs = Handoffs(
+            self._role_of, roles.local_prompt_tokens if roles else LOCAL_PROMPT_TOKENS
+        )
+        self._choice = ReplicaChoice(route.name, route.model.router, ledger, metrics, self._table)
         self._serving = ModelServing(
             route.name,
             {**self.spec.engine_options, "model": self.spec.path},
@@ -108,7 +111,7 @@ class ModelFrontEnd:
 
     def set_stores(self, stores: StoreReadings) -> None:
         route = self._route
-        if route.kvstore and route.kv_token_bytes:
+        if route.model.kvstore and route.kv_token_bytes:
             self._choice.set_kv(NodesKv(route.kv_token_bytes, stores.store_bytes, stores.links))
 
     @property

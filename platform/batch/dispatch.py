@@ -12,7 +12,6 @@ from loomserve.platform.batch.executor import (
     KnownModels,
     Models,
     QueuedModel,
-    ServedModel,
 )
 from loomserve.platform.batch.live import LiveBatch, RunningLine
 from loomserve.platform.batch.policy.admission import (
@@ -25,6 +24,7 @@ from loomserve.platform.batch.policy.admission import (
     in_turn,
 )
 from loomserve.platform.batch.policy.objects import BatchRecord
+from loomserve.platform.fleet.messages import ServedModel
 from loomserve.platform.state.roles import Role
 from loomserve.routers.snapshot import RoutingStats
 

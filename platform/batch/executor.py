@@ -7,30 +7,19 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from loomserve.routers.snapshot import RoutingStats
+from pydantic import Field
+
+from loomserve.platform.fleet.messages import LineRequest, ServedModel
 
 
-@dataclass(frozen=True, slots=True)
-class LineCall:
-    """A line on its way to an engine.
+class LineCall(LineRequest):
+    """A line on its way to an engine."""
 
-    Attributes:
-        owner: Name of the API key that it is computed for; empty: no key is needed.
-        engine: Id of the engine that takes it; None: the platform knows no such model.
-        left_s: Seconds until its batch's window ends.
-        expected_tokens: Returns the predicted tokens of one answer, which change as lines finish.
-        attempts: How often engines have failed on it.
-    """
-
-    owner: str
-    path: str
-    body: Mapping[str, object]
-    request_id: str
     model: str
-    engine: str | None
-    left_s: float
+    left_s: float = Field(description="Seconds until its batch's window ends.")
     expected_tokens: Callable[[], float]
-    attempts: int
+    """Returns the predicted tokens of one answer, which change as lines finish."""
+    attempts: int = Field(description="How often engines have failed on it.")
 
 
 class LineOutcome(Enum):
@@ -57,22 +46,6 @@ class LineAnswer:
     status: int
     body: bytes
     ended: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A model of the platform; the lane admits each line to an engine that has room.
-
-    Attributes:
-        engines: Loads of the engines that take requests, by id; times are of this process's clock.
-        predictor: Name of the predictor of its answers' lengths, if it has one.
-        on_demand: Whether it comes with a line, where it has no engine.
-    """
-
-    max_model_len: int | None
-    engines: Mapping[str, RoutingStats]
-    predictor: str | None = None
-    on_demand: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,6 +268,11 @@ class ModelFields(Section):
         return max(layers) / sum(layers)
 
     @property
+    def predictor(self) -> str | None:
+        """What predicts its answers' lengths, if any."""
+        return self.lengths.name_for(self.name) if self.lengths is not None else None
+
+    @property
     def most_replicas(self) -> int:
         return 1 if self.pipeline is not None else len(self.devices)
 

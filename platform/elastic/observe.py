@@ -8,7 +8,7 @@ from loomserve.platform.elastic.policy.snapshot import ElasticModel, ElasticSnap
 from loomserve.platform.elastic.policy.uses import BusyShares, ReturnTimes
 from loomserve.platform.elastic.sizes import ModelSizes
 from loomserve.platform.fleet.fleet import Fleet
-from loomserve.platform.fleet.registry import ModelRecord, ReplicaRecord
+from loomserve.platform.fleet.snapshot import FleetModel, ModelRecord
 from loomserve.platform.state import Presence
 
 # Until a model has been seen to come.
@@ -45,27 +45,27 @@ class ElasticObserver:
         """``demands``: when each model was first asked for, in order; ``moving``: models on their
         way to their presence; ``waiting_at``: devices at which demands wait for others to go."""
         models = [
-            self._model(record, now, record.model.name in moving)
-            for record in self._fleet.registry.records
-            if record.unload_deadline is None
+            self._model(model, now, model.name in moving)
+            for model in self._fleet.registry.snapshot(now).models
+            if model.record.unload_deadline is None
         ]
         there = waiting_at or {}
         asked = [ModelDemand(name, now - at, there.get(name)) for name, at in demands.items()]
         return ElasticSnapshot(models, asked, self._budgets)
 
-    def _model(self, record: ModelRecord, now: float, moving: bool) -> ElasticModel:
-        model, name = record.model, record.model.name
-        live = self._fleet.registry.live(name, now)
-        self._observe(record, live, now)
+    def _model(self, seen: FleetModel, now: float, moving: bool) -> ElasticModel:
+        record, live, name = seen.record, seen.replicas, seen.name
+        model = record.model
+        self._observe(seen, now)
         rules = model.idle_rules
         ready, asleep = self.sizes.ready(model), self.sizes.asleep(model)
         on_host = self.sizes.on_host(model)
-        settled = not moving and is_settled(record, live)
+        settled = not moving and seen.settled
         holds = {Presence.READY: ready, Presence.ASLEEP: asleep}.get(record.presence, 0.0)
         held_on_host = on_host.get(record.presence, 0.0)
         if not settled and live:
             # Until it has gone; what has not been heard of is as large as it can be.
-            holds = asleep if all(each.asleep for each in live) else ready
+            holds = ready if seen.awake else asleep
             holds = ready if record.presence is Presence.READY else holds
             held_on_host = max(on_host.values(), default=0.0)
         lends = any(each.heartbeat.lent for each in live)
@@ -74,9 +74,9 @@ class ElasticObserver:
             presence=record.presence,
             settled=settled,
             since_s=now - self._since(record, settled, now),
-            idle_s=_idle_s(live, now),
+            idle_s=seen.idle_s(now),
             returns_s=self.returns.mean_s(name),
-            devices=_devices(record, live),
+            devices=seen.devices,
             held_bytes=holds,
             ready_bytes=ready,
             asleep_bytes=asleep,
@@ -115,54 +115,14 @@ class ElasticObserver:
         on = self._fleet.nodes.on
         return tuple(name for name in record.devices if on.get(name) in usable)
 
-    def _observe(self, record: ModelRecord, live: list[ReplicaRecord], now: float) -> None:
-        name = record.model.name
-        self.busy.observe(name, any(each.heartbeat.in_flight for each in live), now)
-        self.sizes.observe(record, live)
-        for each in live:
-            footprint, load = each.heartbeat.footprint, each.heartbeat.stats.load
+    def _observe(self, seen: FleetModel, now: float) -> None:
+        name = seen.name
+        self.busy.observe(name, seen.has_requests, now)
+        self.sizes.observe(seen)
+        for each in seen.replicas:
+            footprint, load = each.footprint, each.load
             if footprint is not None:
                 self._load_s[name] = footprint.start_s
             if load is not None:
                 self.returns.used(name, load.requests - self._counted.get(each.id, 0), now)
                 self._counted[each.id] = load.requests
-
-
-def is_settled(record: ModelRecord, live: Collection[ReplicaRecord]) -> bool:
-    """Whether a model is what it is to be, as far as its replicas say."""
-    match record.presence:
-        case Presence.UNLOADED:
-            return not live
-        case Presence.ASLEEP:
-            return bool(live) and all(each.asleep for each in live)
-        case _:
-            awake = sum(not each.asleep for each in live)
-            return awake >= record.target_replicas
-
-
-def _idle_s(live: Collection[ReplicaRecord], now: float) -> float:
-    """How long none of them has had a request; 0: some have, or that is unknown."""
-    shortest = float("inf")
-    for each in live:
-        load = each.heartbeat.stats.load
-        if load is None or each.heartbeat.in_flight or not load.idle_s:
-            return 0.0
-        shortest = min(shortest, load.idle_s + now - load.measured_at)
-    return shortest if live else 0.0
-
-
-def _devices(record: ModelRecord, live: Collection[ReplicaRecord]) -> tuple[str, ...]:
-    """Where it is, or where it comes."""
-    used = {
-        device
-        for each in live
-        for device in [stage.device for stage in each.heartbeat.stages] or [each.device]
-    }
-    model, more = record.model, record.replicas - len(live)
-    if model.pipeline is not None:
-        return tuple(sorted(used)) or model.devices
-    if not used:
-        return record.devices[: record.target_replicas]
-    free = [device for device in record.devices if device not in used]
-    # Those that start take their memory, too.
-    return tuple(sorted({*used, *free[: max(0, more)]}))

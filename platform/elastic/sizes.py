@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from loomserve.platform.config import Model
 from loomserve.platform.devices.memory import GPU_ENGINE_BYTES, is_on_gpus, replica_bytes
-from loomserve.platform.fleet.registry import ModelRecord, ReplicaRecord
+from loomserve.platform.fleet.snapshot import FleetModel
 from loomserve.platform.state import Presence
 
 # So long after a model is to sleep, it does.
@@ -29,18 +29,18 @@ class ModelSizes:
     def knows(self, model: str) -> bool:
         return model in self._weights
 
-    def observe(self, record: ModelRecord, replicas: Iterable[ReplicaRecord]) -> None:
+    def observe(self, model: FleetModel) -> None:
         """Take in what replicas say of their size, and were measured to have in sleep."""
-        for each in replicas:
-            footprint = each.heartbeat.footprint
+        for each in model.replicas:
+            footprint = each.footprint
             if footprint is None:
                 continue
-            self._dropped[record.model.name] = footprint.dropped_bytes
+            self._dropped[model.name] = footprint.dropped_bytes
             if not each.asleep:
                 continue
             # It is measured every few seconds, and may have been just before.
-            if footprint.memory_measured_at > record.since + _FALLEN_S:
-                self._asleep[record.model.name] = float(footprint.memory_bytes)
+            if footprint.memory_measured_at > model.record.since + _FALLEN_S:
+                self._asleep[model.name] = float(footprint.memory_bytes)
 
     def asleep(self, model: Model) -> float:
         """What a replica that sleeps keeps."""

@@ -10,7 +10,9 @@ from loomserve.platform.config import Alias, Device
 from loomserve.platform.fleet.loans import FleetLoans
 from loomserve.platform.fleet.messages import DesiredState, Heartbeat, MoveOrder
 from loomserve.platform.fleet.nodes import FleetNodes
-from loomserve.platform.fleet.registry import Registry, ReplicaRecord
+from loomserve.platform.fleet.rates import Rates, sums_of
+from loomserve.platform.fleet.registry import Registry
+from loomserve.platform.fleet.snapshot import ReplicaRecord
 from loomserve.platform.fleet.views import FleetViews
 from loomserve.platform.fleet.wishes import Wishes
 from loomserve.platform.state import Presence
@@ -30,9 +32,10 @@ class Fleet:
         devices: Sequence[Device],
         drain_timeout_s: float,
         aliases: AliasTable | None = None,
+        rates: Rates | None = None,
     ) -> None:
         """``drain_timeout_s``: how long a replica that is stopped waits for its requests."""
-        self.registry = Registry()
+        self.registry = Registry(rates=rates or Rates())
         self.aliases = aliases or AliasTable({})
         self.adapters = AdapterTable(drain_timeout_s)
         self.loans = FleetLoans(self.registry)
@@ -46,10 +49,13 @@ class Fleet:
     def report(self, heartbeat: Heartbeat, now: float) -> DesiredState:
         """Take in a replica's heartbeat, and say what the replica should be. Its times are of the
         replica's clock; all that is kept is of the caller's."""
-        heartbeat = heartbeat.received(now)
+        # The moments of two measurements are told apart best by the clock that both are of.
+        sums, heartbeat = sums_of(heartbeat), heartbeat.received(now)
         if heartbeat.model.name not in self.registry:
             # Its model has just been unloaded.
             return DesiredState(draining=True, stop_timeout_s=0.0, role=heartbeat.stats.role)
+        if sums is not None:
+            self.registry.rates.take(heartbeat.replica_id, *sums)
         before = self.registry.find(heartbeat.replica_id)
         self.loans.observe(before.heartbeat if before else None, heartbeat)
         return self._desired_state(self.registry.take(heartbeat, now), now)

@@ -6,8 +6,9 @@ from collections.abc import Container, Iterable, Iterator
 
 from loomserve.platform.config import Model
 from loomserve.platform.fleet.messages import LenderReplica
-from loomserve.platform.fleet.pairing import PairingReplica, paired
-from loomserve.platform.fleet.registry import Registry, ReplicaRecord
+from loomserve.platform.fleet.pairing import paired
+from loomserve.platform.fleet.registry import Registry
+from loomserve.platform.fleet.snapshot import ReplicaRecord
 from loomserve.platform.state.lending_options import LendingOptions
 
 _EVERY_S = 1.0
@@ -36,7 +37,8 @@ def lending_options(model: Model, models: Iterable[Model]) -> LendingOptions | N
     given = model.lending
     if given is None:
         return None
-    same = given.model_dump(include={"placement", "lent_share", "patience_ms", "tpot_budget"})
+    # Of the same name they are the same, but for the lenders, of which engines know the number.
+    same = given.model_dump(include=LendingOptions.model_fields.keys() - {"lenders"})
     if given.auto:
         size = model.kv_cache_memory
         # Slices would have to be timed and packed at each start.
@@ -62,14 +64,18 @@ class FoundPairs:
         if now - self._found_at < _EVERY_S:
             return
         self._found_at = now
-        replicas = [
+        models = [
             each
-            for each in registry.all_live(now)
-            if each.model.lending is not None and each.model.lending.auto
+            for each in registry.snapshot(now).models
+            if each.record.model.lending is not None and each.record.model.lending.auto
         ]
-        there = {each.id: loan.lender_replica for each in replicas for loan in each.heartbeat.loans}
-        seats = [_seat(each, stays=registry.record(each.model.name).stays) for each in replicas]
-        self._lenders = paired(seats, self._lenders | there, off)
+        there = {
+            each.id: loan.lender_replica
+            for model in models
+            for each in model.replicas
+            for loan in each.heartbeat.loans
+        }
+        self._lenders = paired(models, self._lenders | there, off)
 
     def lender_of(self, borrower: ReplicaRecord, registry: Registry) -> Iterator[LenderReplica]:
         """The replica from which this one borrows, if it is to."""
@@ -91,26 +97,3 @@ class FoundPairs:
             one, other = map(registry.find, pair)
             if one is not None and other is not None:
                 yield one.model.name, other.model.name
-
-
-def _seat(replica: ReplicaRecord, *, stays: bool) -> PairingReplica:
-    heartbeat, load = replica.heartbeat, replica.heartbeat.stats.load
-    return PairingReplica(
-        id=replica.id,
-        model=replica.model.name,
-        device=replica.device,
-        node=replica.node,
-        usage=_own_usage(replica),
-        waiting=load.waiting if load is not None else 0,
-        idle_s=load.idle_s if load is not None else 0.0,
-        requests_away=sum(loan.requests for loan in heartbeat.loans),
-        may_lend=stays and not replica.stops and not replica.asleep,
-    )
-
-
-def _own_usage(replica: ReplicaRecord) -> float:
-    """Share of its own KV memory that is in use."""
-    said, load = replica.heartbeat.borrowing, replica.heartbeat.stats.load
-    if said is not None and said.loans:
-        return 1.0 - said.own_free_blocks / max(1, said.own_blocks)
-    return load.kv_cache_usage if load is not None else 0.0

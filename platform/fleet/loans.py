@@ -10,7 +10,8 @@ from loomserve.platform.base.errors import NotFound
 from loomserve.platform.fleet.desired_loans import DesiredLoans, DesiredShard, Place, place_of
 from loomserve.platform.fleet.lending_pairs import FoundPairs, lenders_of
 from loomserve.platform.fleet.messages import Heartbeat, LenderReplica
-from loomserve.platform.fleet.registry import Registry, ReplicaRecord
+from loomserve.platform.fleet.registry import Registry
+from loomserve.platform.fleet.snapshot import ReplicaRecord
 from loomserve.platform.state import (
     LendingModelState,
     LendingPairState,
@@ -207,11 +208,5 @@ class FleetLoans:
         return lender is not None and not self._may_lend(lender, borrower)
 
     def _may_lend(self, lender: ReplicaRecord, borrower: ReplicaRecord) -> bool:
-        # On one device, the borrower would wait for a lender whose core it holds.
-        return (
-            lender.node == borrower.node
-            and lender.device != borrower.device
-            and not lender.stops
-            and not lender.asleep
-            and self.registry.record(lender.model.name).stays
-        )
+        stays = self.registry.record(lender.model.name).stays
+        return stays and lender.may_lend_to(borrower)

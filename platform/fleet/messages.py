@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import inf
 from typing import Any, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,13 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from loomserve.platform.adapters.messages import Adapter, AdapterReport, AdapterRoute
 from loomserve.platform.config import (
     LOCAL_NODE,
-    LOCAL_PROMPT_TOKENS,
     Alias,
     Device,
-    LogFormat,
     Model,
     OfflineModel,
-    Router,
+    Server,
     plain_name,
 )
 from loomserve.platform.run.engine_address import EngineAddress
@@ -117,9 +116,7 @@ class EngineSpec(_Message):
     base: str = Field("", description="Folder to which the model's source is relative.")
     parsers: ChatParsers | None = Field(None, description="Once the path is resolved.")
     internal_token: str
-    drain_timeout_s: float
-    log_format: LogFormat = Field("text", description="Of its replica's log.")
-    media_hosts: tuple[str, ...] = Field((), description="Hosts that it may fetch media from.")
+    server: Server
     kv_transfer_config: dict[str, Any] | None
     """vLLM's option that connects to the KV store; None: blocks are not stored."""
     scheduling: SchedulerOptions
@@ -132,8 +129,6 @@ class FrontEndSpec(_Message):
     path: str = Field(description="Local folder or hub id of the weights.")
     engine_options: dict[str, Any] = Field(description="vLLM's, all that were set.")
     parsers: ChatParsers | None = Field(None, description="Those among the options, and why.")
-    local_prompt_tokens: int = LOCAL_PROMPT_TOKENS
-    """A prompt of at most this length is computed where it is answered."""
 
 
 class AwakeOrder(_Message):
@@ -207,14 +202,6 @@ class FirstAnswer(_Message):
     problem: str = Field(description="Why there was no answer; empty: there was.")
 
 
-class LiveReplica(_Message):
-    """A live replica and its load, for another of its model and for the batch lane."""
-
-    id: str
-    address: str
-    stats: RoutingStats
-
-
 class OfflineSpec(_Message):
     """An offline model, as the batch lane starts it."""
 
@@ -224,19 +211,27 @@ class OfflineSpec(_Message):
     resources: dict[str, float] = Field(description="What it asks Ray for, to be on its device.")
 
 
-class ModelEngines(_Message):
-    """A model's live replicas, for the batch lane."""
+class ServedModel(_Message):
+    """A model of the platform, for the batch lane, which admits each line to an engine that has
+    room."""
 
     max_model_len: int | None
-    predictor: str | None = Field(description="What predicts its answers' lengths, if any.")
-    replicas: tuple[LiveReplica, ...]
-    on_demand: bool = Field(False, description="Whether a request has it come.")
+    engines: dict[str, RoutingStats] = Field(description="Those that take requests, by id.")
+    predictor: str | None = Field(None, description="What predicts its answers' lengths, if any.")
+    on_demand: bool = Field(
+        False, description="Whether it comes with a line, where it has no engine."
+    )
+
+    def received(self, at: float) -> Self:
+        """The same by the receiver's monotonic clock, which showed ``at`` as it was told."""
+        engines = {id_: stats.received(at) for id_, stats in self.engines.items()}
+        return self.model_copy(update={"engines": engines})
 
 
 class ServedEngines(_Message):
     """All models, ready or not, and aliases, for the batch lane."""
 
-    models: dict[str, ModelEngines]
+    models: dict[str, ServedModel]
     aliases: dict[str, Alias] = Field(default_factory=dict)
 
 
@@ -297,7 +292,7 @@ class LineRequest(_Message):
     model: str | None = None
     """Which of its alias's models the lane has chosen; else its own."""
     engine: str | None = Field(description="The replica that has room for it, if any is known.")
-    timeout_s: float = Field(description="Most seconds in which an engine gives it no token.")
+    timeout_s: float = Field(inf, description="Most seconds in which an engine gives it no token.")
 
 
 class ReplicaRoute(_Message):
@@ -315,23 +310,22 @@ class ReplicaRoute(_Message):
 class ModelRoute(_Message):
     """A model and its replicas, for gateways."""
 
-    name: str
+    model: Model
     status: ModelStatus
     on_demand: bool = False
     """Whether requests wait for it where it is not ready, and have it come."""
     problem: str = Field("", description="Why it is not ready, if it failed.")
-    policy: str
-    max_concurrent_requests: int
-    max_model_len: int | None
-    kvstore: bool = Field(description="Whether its blocks go to the KV store, if there is one.")
+    max_model_len: int | None = Field(description="Tokens of context, once a replica has said.")
     kv_token_bytes: float = Field(0.0, description="KV of a token; 0: no replica has said.")
-    predictor: str | None = Field(None, description="What predicts its answers' lengths, if any.")
-    router: Router = Field(default_factory=Router)
     front_end: FrontEndSpec | None = Field(None, description="None: no replica has reported.")
     replicas: tuple[ReplicaRoute, ...]
     adapters: tuple[AdapterRoute, ...] = ()
     adapter: str | None = None
     """The adapter that a request asks for; None: the model itself."""
+
+    @property
+    def name(self) -> str:
+        return self.model.name
 
     @property
     def asked(self) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from loomserve.platform.access.policy.bank import LimitAnswer, LimitReport
 from loomserve.platform.base.errors import Conflict, NotFound
 from loomserve.platform.config import LOCAL_NODE
-from loomserve.platform.fleet.registry import Registry, ReplicaRecord
+from loomserve.platform.fleet.registry import Registry
+from loomserve.platform.fleet.snapshot import ReplicaRecord
 from loomserve.platform.state import NodeState, NodeStatus
 
 GATEWAY_EXPIRES_S = 10.0

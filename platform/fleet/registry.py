@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
-from loomserve.platform.adapters.messages import AdapterReport
 from loomserve.platform.base.errors import Conflict, NotFound, UnknownModel
 from loomserve.platform.config import Model
-from loomserve.platform.fleet.messages import FrontEndSpec, Heartbeat, LiveReplica, model_app
+from loomserve.platform.fleet.messages import FrontEndSpec, Heartbeat, model_app
+from loomserve.platform.fleet.rates import Rates
+from loomserve.platform.fleet.snapshot import (
+    Drains,
+    FleetModel,
+    FleetSnapshot,
+    ModelBerth,
+    ModelRecord,
+    ReplicaRecord,
+)
 from loomserve.platform.fleet.wishes import ModelWish
-from loomserve.platform.run.sockets import node_of
 from loomserve.platform.state import Presence
 from loomserve.platform.state.roles import Role
-from loomserve.routers.snapshot import RoutingStats
 
 # Four heartbeats missed in a row: what the replica told last is no ground for decisions any more.
 HEARTBEAT_EXPIRES_S = 10.0
@@ -23,171 +29,13 @@ SILENCE_ENDS_S = 60.0
 
 
 @dataclass
-class Drains:
-    """Replicas, by their ids, that are drained.
-
-    Attributes:
-        replicas: Those that operators drain.
-        devices: Of which all are drained.
-        leaving: Those that are to be ended, and count among those that there are to be still.
-        ending: Those that are ended, and do not count any more.
-    """
-
-    replicas: set[str] = field(default_factory=set)
-    devices: frozenset[str] = frozenset()
-    leaving: set[str] = field(default_factory=set)
-    ending: set[str] = field(default_factory=set)
-
-    def covers(self, heartbeat: Heartbeat) -> bool:
-        if heartbeat.device in self.devices:
-            return True
-        return any(
-            heartbeat.replica_id in each for each in (self.replicas, self.leaving, self.ending)
-        )
-
-    def has_left(self, replica_id: str) -> None:
-        """Count a drained replica no more, which is about to be ended."""
-        self.leaving.discard(replica_id)
-        self.ending.add(replica_id)
-
-    def forget(self, gone: Collection[str]) -> None:
-        self.leaving.difference_update(gone)
-        self.ending.difference_update(gone)
-
-
-@dataclass(frozen=True)
-class ModelBerth:
-    """Where the platform has a model be, which it may change: all that the model may use, those of
-    its replicas first, and why, for a person."""
-
-    devices: tuple[str, ...]
-    why: str
-
-
-@dataclass
-class ModelRecord:
-    """One model, as operators want it."""
-
-    model: Model
-    target_replicas: int
-    unload_deadline: float | None = None
-    failure: str | None = None
-    """Why its application cannot start."""
-    roles: dict[str, Role] = field(default_factory=dict)
-    """By device, where an operator has changed it."""
-    presence: Presence = Presence.READY
-    since: float = 0.0
-    """When it was first to be there as ``presence`` says."""
-    why: str = ""
-    """Why it is to be so, for a person."""
-    was_away: bool = False
-    """Whether it has slept, or had no engine."""
-    front_end: FrontEndSpec | None = None
-    """As its last replica said, or was told."""
-    fixed: bool = False
-    """Whether an operator has set the number of its replicas, so that its load does not."""
-    scaling: str = ""
-    """What was decided last of the number of its replicas, and why, for a person."""
-    berth: ModelBerth | None = None
-    """None: the configuration says where it is."""
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """All that it may use, in the order in which its replicas get them."""
-        return self.berth.devices if self.berth is not None else self.model.devices
-
-    def move(self, devices: tuple[str, ...], why: str) -> None:
-        """Have its replicas be on these of its devices, from the next start on."""
-        # In the order of the model's, by which plans tell where a further replica comes.
-        rest = [name for name in self.model.devices if name not in devices]
-        self.berth = ModelBerth((*devices, *rest), why)
-
-    @property
-    def stays(self) -> bool:
-        return self.unload_deadline is None and self.presence is Presence.READY
-
-    @property
-    def on_demand(self) -> bool:
-        """Whether requests wait for it where it is not ready, and have it come."""
-        return self.was_away or self.model.start == "on_demand"
-
-    def fix(self, fixed: bool) -> None:
-        """Whether an operator has set the number of its replicas, whatever its load."""
-        self.fixed = fixed
-        self.scaling = "an operator has set the number of its replicas" if fixed else ""
-
-    @property
-    def replicas(self) -> int:
-        return 0 if self.presence is Presence.UNLOADED else self.target_replicas
-
-    def role(self, heartbeat: Heartbeat) -> Role:
-        """The role that a replica has, or is given in answer to its next heartbeat."""
-        return self.roles.get(heartbeat.device, heartbeat.stats.role)
-
-
-@dataclass
-class ReplicaRecord:
-    """One replica, by its last heartbeat."""
-
-    heartbeat: Heartbeat
-    seen_at: float
-    drains: Drains
-
-    @property
-    def draining(self) -> bool:
-        """Whether the platform drains it."""
-        return self.drains.covers(self.heartbeat)
-
-    @property
-    def id(self) -> str:
-        return self.heartbeat.replica_id
-
-    @property
-    def device(self) -> str:
-        return self.heartbeat.device
-
-    @property
-    def model(self) -> Model:
-        return self.heartbeat.model
-
-    @property
-    def stops(self) -> bool:
-        return self.draining or self.heartbeat.stats.draining
-
-    @property
-    def node(self) -> str:
-        return node_of(self.heartbeat.address)
-
-    @property
-    def asleep(self) -> bool:
-        load = self.heartbeat.stats.load
-        return load is not None and load.asleep
-
-    def note_asleep(self, asleep: bool) -> None:
-        """Note whether it sleeps, which its next heartbeat will say."""
-        stats = self.heartbeat.stats
-        if stats.load is not None:
-            load = stats.load.model_copy(update={"asleep": asleep})
-            self.note_stats(stats.model_copy(update={"load": load}))
-
-    def note_adapters(self, reports: tuple[AdapterReport, ...]) -> None:
-        """Note which adapters it has, which its next heartbeat will say."""
-        self.heartbeat = self.heartbeat.model_copy(update={"adapters": reports})
-
-    def note_stats(self, stats: RoutingStats) -> None:
-        """Note what it has to do, which its next heartbeat will say."""
-        load = stats.load
-        update = {"in_flight": load.running + load.waiting} if load is not None else {}
-        self.heartbeat = self.heartbeat.model_copy(update={"stats": stats, **update})
-
-
-@dataclass
 class Registry:
     """Records of models and replicas; times are monotonic seconds of the caller's one clock.
     Operators' wishes are kept and restored; all else is rebuilt from heartbeats, so a controller
     that restarts knows the fleet within one period."""
 
     drains: Drains = field(default_factory=Drains)
+    rates: Rates = field(default_factory=Rates)
     _models: dict[str, ModelRecord] = field(default_factory=dict)
     _replicas: dict[str, ReplicaRecord] = field(default_factory=dict)
 
@@ -270,13 +118,14 @@ class Registry:
     def live_replica(self, replica_id: str, now: float) -> ReplicaRecord:
         """Raises NotFound if no replica of that id reports."""
         replica = self._replicas.get(replica_id)
-        if replica is None or now - replica.seen_at >= HEARTBEAT_EXPIRES_S:
+        if replica is None or not _is_live(replica, now):
             raise NotFound(f"replica {replica_id!r} does not report any more")
         return replica
 
     def take(self, heartbeat: Heartbeat, now: float) -> ReplicaRecord:
         """Record a heartbeat, and forget replicas that have been silent for long."""
-        replica = ReplicaRecord(heartbeat, now, self.drains)
+        rates = self.rates.of(heartbeat.replica_id)
+        replica = ReplicaRecord(heartbeat, now, self.drains, rates)
         known = self._replicas | {replica.id: replica}
         gone = {id_ for id_, each in known.items() if now - each.seen_at >= SILENCE_ENDS_S}
         self._replicas = {id_: each for id_, each in known.items() if id_ not in gone}
@@ -348,48 +197,34 @@ class Registry:
         return [
             replica
             for replica in self._replicas.values()
-            if replica.model.name == name and now - replica.seen_at < HEARTBEAT_EXPIRES_S
+            if replica.model.name == name and _is_live(replica, now)
         ]
+
+    def snapshot(self, now: float) -> FleetSnapshot:
+        """All models, each with its live replicas."""
+        return FleetSnapshot(now, tuple(self.model(name, now) for name in self._models))
+
+    def model(self, name: str, now: float) -> FleetModel:
+        """A model with its live replicas; raises UnknownModel if there is no such model."""
+        live = tuple(self.live(name, now))
+        taken = {replica.device for replica in live}
+        silent = tuple(
+            replica
+            for replica in self._replicas.values()
+            if replica.model.name == name
+            and replica.device not in taken
+            and now - replica.seen_at < SILENCE_ENDS_S
+        )
+        return FleetModel(replace(self.record(name)), live, silent)
 
     def all_live(self, now: float) -> Iterator[ReplicaRecord]:
         """Live replicas, model by model."""
         for name in self._models:
             yield from self.live(name, now)
 
-    def reachable(self, name: str, now: float) -> list[ReplicaRecord]:
-        """A model's replicas that are live, or were until lately and have no successor."""
-        live = self.live(name, now)
-        taken = {replica.device for replica in live}
-        return live + [
-            replica
-            for replica in self._replicas.values()
-            if replica.model.name == name
-            and replica.device not in taken
-            and now - replica.seen_at < SILENCE_ENDS_S
-        ]
 
-    def live_replicas(self, name: str, now: float) -> tuple[LiveReplica, ...]:
-        """A model's live replicas, as they will be after their next heartbeats."""
-        record = self.record(name)
-        return tuple(
-            LiveReplica(
-                id=replica.id,
-                address=replica.heartbeat.address,
-                stats=replica.heartbeat.stats.model_copy(
-                    update={
-                        "role": record.role(replica.heartbeat),
-                        "draining": replica.stops,
-                        "told_at": now,
-                    }
-                ),
-            )
-            for replica in self.live(name, now)
-            if replica.heartbeat.answers
-        )
-
-    def max_model_len(self, name: str, now: float) -> int | None:
-        """Tokens of context, once a replica has said."""
-        return next((r.heartbeat.max_model_len for r in self.reachable(name, now)), None)
+def _is_live(replica: ReplicaRecord, now: float) -> bool:
+    return now - replica.seen_at < HEARTBEAT_EXPIRES_S
 
 
 def _wish(record: ModelRecord) -> ModelWish:

@@ -11,13 +11,13 @@ from loomserve.platform.aliases.table import AliasTable
 from loomserve.platform.config import LOCAL_NODE, Device
 from loomserve.platform.devices.claims import place
 from loomserve.platform.fleet.messages import (
-    FrontEndSpec,
-    ModelEngines,
     ModelRoute,
     ReplicaRoute,
     ServedEngines,
+    ServedModel,
 )
-from loomserve.platform.fleet.registry import ModelRecord, Registry, ReplicaRecord
+from loomserve.platform.fleet.registry import Registry
+from loomserve.platform.fleet.snapshot import FleetModel, ModelRecord, ReplicaRecord
 from loomserve.platform.state import (
     AdapterState,
     DeviceState,
@@ -27,6 +27,7 @@ from loomserve.platform.state import (
     ReplicaState,
     ScalingState,
 )
+from loomserve.routers.snapshot import RoutingStats
 
 
 @dataclass(frozen=True)
@@ -40,34 +41,21 @@ class FleetViews:
 
     def routes(self, now: float) -> tuple[ModelRoute, ...]:
         """For gateways."""
-        return tuple(self._route(record, now) for record in self.registry.records)
+        return tuple(self._route(model, now) for model in self.registry.snapshot(now).models)
 
-    def _route(self, record: ModelRecord, now: float) -> ModelRoute:
-        model = record.model
-        reachable = self.registry.reachable(model.name, now)
-        status, message = self._status(record, now)
+    def _route(self, model: FleetModel, now: float) -> ModelRoute:
+        status, message = _status(model, now)
+        sizes = [each.footprint.token_bytes for each in model.reachable if each.footprint]
         return ModelRoute(
-            name=model.name,
+            model=model.record.model,
             status=status,
-            on_demand=record.on_demand,
+            on_demand=model.record.on_demand,
             problem=message if status is ModelStatus.FAILED else "",
-            policy=model.router.policy,
-            max_concurrent_requests=model.max_concurrent_requests,
-            max_model_len=self.registry.max_model_len(model.name, now),
-            kvstore=model.kvstore,
-            kv_token_bytes=max(
-                (
-                    each.heartbeat.footprint.token_bytes
-                    for each in reachable
-                    if each.heartbeat.footprint
-                ),
-                default=0.0,
-            ),
-            predictor=model.lengths.name_for(model.name) if model.lengths else None,
-            router=model.router,
-            front_end=_front_end(record, reachable),
-            replicas=tuple(_replica_route(each, self._on(each.device)) for each in reachable),
-            adapters=self._adapter_routes(model.name, reachable, now),
+            max_model_len=model.max_model_len,
+            kv_token_bytes=max(sizes, default=0.0),
+            front_end=model.front_end,
+            replicas=tuple(_replica_route(each, self._on(each.device)) for each in model.reachable),
+            adapters=self._adapter_routes(model.name, model.reachable, now),
         )
 
     def _adapter_routes(
@@ -92,47 +80,40 @@ class FleetViews:
         return ServedEngines(
             models={
                 name: engines
-                for record in self.registry.records
-                for name, engines in self._all_engines(record, now).items()
+                for model in self.registry.snapshot(now).models
+                for name, engines in self._engines(model, now).items()
             },
             aliases=self.aliases.all,
         )
 
-    def _all_engines(self, record: ModelRecord, now: float) -> dict[str, ModelEngines]:
+    def _engines(self, model: FleetModel, now: float) -> dict[str, ServedModel]:
         """Those of a model, and of its adapters those that have each; by what clients ask for."""
-        model = self._engines(record, now)
-        having = {one.name: one for one in self.adapters.of(record.model.name)}
-        return {record.model.name: model} | {
-            name: model.model_copy(
-                update={
-                    "predictor": None,
-                    "replicas": tuple(
-                        each
-                        for each in model.replicas
-                        if (replica := self.registry.find(each.id)) and _has(replica, one)
-                    ),
-                }
-            )
-            for name, one in having.items()
+        record, stays = model.record, model.record.unload_deadline is None
+        engines = {
+            each.id: _next_stats(record, each, now)
+            for each in model.replicas
+            if stays and each.heartbeat.answers
         }
-
-    def _engines(self, record: ModelRecord, now: float) -> ModelEngines:
-        model = record.model
-        return ModelEngines(
-            max_model_len=self.registry.max_model_len(model.name, now),
-            predictor=model.lengths.name_for(model.name) if model.lengths else None,
-            replicas=() if record.unload_deadline else self.registry.live_replicas(model.name, now),
-            on_demand=record.on_demand and record.unload_deadline is None,
+        served = ServedModel(
+            max_model_len=model.max_model_len,
+            engines=engines,
+            predictor=record.model.predictor,
+            on_demand=record.on_demand and stays,
         )
+        found = {model.name: served}
+        for one in self.adapters.of(model.name):
+            having = {each.id for each in model.replicas if _has(each, one)}
+            some = {id_: stats for id_, stats in engines.items() if id_ in having}
+            found[one.name] = served.model_copy(update={"predictor": None, "engines": some})
+        return found
 
     def models(self, now: float) -> tuple[ModelState, ...]:
         """For operators."""
-        return tuple(self._model(record, now) for record in self.registry.records)
+        return tuple(self._model(model, now) for model in self.registry.snapshot(now).models)
 
-    def _model(self, record: ModelRecord, now: float) -> ModelState:
-        model = record.model
-        status, message = self._status(record, now)
-        front_end = _front_end(record, self.registry.reachable(model.name, now))
+    def _model(self, seen: FleetModel, now: float) -> ModelState:
+        record, model, front_end = seen.record, seen.record.model, seen.front_end
+        status, message = _status(seen, now)
         return ModelState(
             name=model.name,
             source=model.source,
@@ -141,7 +122,7 @@ class FleetViews:
             target_replicas=record.target_replicas,
             scaling=_scaling(record),
             router=model.router.policy,
-            max_model_len=self.registry.max_model_len(model.name, now),
+            max_model_len=seen.max_model_len,
             devices=record.devices,
             placement=record.berth.why if record.berth is not None else "",
             parsers=front_end.parsers if front_end is not None else None,
@@ -159,10 +140,10 @@ class FleetViews:
                     asleep=each.asleep,
                     role=record.role(each.heartbeat),
                     in_flight=each.heartbeat.in_flight,
-                    load=each.heartbeat.stats.load,
+                    load=each.load,
                     borrowing=each.heartbeat.borrowing,
                 )
-                for each in sorted(self.registry.live(model.name, now), key=lambda r: r.device)
+                for each in sorted(seen.replicas, key=lambda r: r.device)
             ),
             adapters=self.adapter_states(model.name, now),
         )
@@ -191,7 +172,7 @@ class FleetViews:
         """For operators: each device with the models that use it."""
         on_device: dict[str, set[str]] = {device.name: set() for device in self.devices}
         for replica in self.registry.all_live(now):
-            for used in [stage.device for stage in replica.heartbeat.stages] or [replica.device]:
+            for used in replica.shares:
                 on_device[used].add(replica.model.name)
         return tuple(
             DeviceState(
@@ -205,33 +186,41 @@ class FleetViews:
             for device in self.devices
         )
 
-    def _status(self, record: ModelRecord, now: float) -> tuple[ModelStatus, str]:
-        """With the reason, for a person."""
-        live = self.registry.live(record.model.name, now)
-        awake = sum(not each.asleep and each.heartbeat.answers for each in live)
-        if record.unload_deadline is not None:
-            return ModelStatus.UNLOADING, "finishes its running requests"
-        if record.presence is Presence.UNLOADED and record.failure is None:
-            return ModelStatus.UNLOADED, _until_asked("a request loads it", record)
-        if record.presence is Presence.ASLEEP and live:
-            return ModelStatus.ASLEEP, _until_asked("a request wakes it", record)
-        if awake >= record.target_replicas:
-            return ModelStatus.READY, ""
-        if awake:
-            return ModelStatus.DEGRADED, f"{awake} of {record.target_replicas} replicas answer"
-        if record.failure is not None:
-            return ModelStatus.FAILED, record.failure
-        if any(not each.heartbeat.answers for each in live):
-            return ModelStatus.LOADING, "its engine has started, and gives its first answer"
-        if live:
-            return ModelStatus.WAKING, "its engine takes its memory again"
-        if silent := self.registry.reachable(record.model.name, now):
-            silence_s = now - max(replica.seen_at for replica in silent)
-            return ModelStatus.LOADING, (
-                f"nothing was heard of its replicas for {silence_s:.0f} s: they stall, or start "
-                "anew; requests wait for them"
-            )
-        return ModelStatus.LOADING, "its engine is starting"
+
+def _status(model: FleetModel, now: float) -> tuple[ModelStatus, str]:
+    """With the reason, for a person."""
+    record, live = model.record, model.replicas
+    awake = sum(not each.asleep and each.heartbeat.answers for each in live)
+    if record.unload_deadline is not None:
+        return ModelStatus.UNLOADING, "finishes its running requests"
+    if record.presence is Presence.UNLOADED and record.failure is None:
+        return ModelStatus.UNLOADED, _until_asked("a request loads it", record)
+    if record.presence is Presence.ASLEEP and live:
+        return ModelStatus.ASLEEP, _until_asked("a request wakes it", record)
+    if awake >= record.target_replicas:
+        return ModelStatus.READY, ""
+    if awake:
+        return ModelStatus.DEGRADED, f"{awake} of {record.target_replicas} replicas answer"
+    if record.failure is not None:
+        return ModelStatus.FAILED, record.failure
+    if any(not each.heartbeat.answers for each in live):
+        return ModelStatus.LOADING, "its engine has started, and gives its first answer"
+    if live:
+        return ModelStatus.WAKING, "its engine takes its memory again"
+    if model.silent:
+        silence_s = now - max(replica.seen_at for replica in model.silent)
+        return ModelStatus.LOADING, (
+            f"nothing was heard of its replicas for {silence_s:.0f} s: they stall, or start "
+            "anew; requests wait for them"
+        )
+    return ModelStatus.LOADING, "its engine is starting"
+
+
+def _next_stats(record: ModelRecord, replica: ReplicaRecord, now: float) -> RoutingStats:
+    """What a replica has to do, as it will tell with its next heartbeat."""
+    role = record.role(replica.heartbeat)
+    update = {"role": role, "draining": replica.stops, "told_at": now}
+    return replica.heartbeat.stats.model_copy(update=update)
 
 
 def _until_asked(how: str, record: ModelRecord) -> str:
@@ -253,12 +242,6 @@ def _scaling(record: ModelRecord) -> ScalingState | None:
     if rules is None:
         return None
     return ScalingState(min=rules.min, max=rules.max, fixed=record.fixed, why=record.scaling)
-
-
-def _front_end(record: ModelRecord, reachable: Sequence[ReplicaRecord]) -> FrontEndSpec | None:
-    """What a model is answered with: as its engines were started, else as the next ones will be. It
-    takes seconds to set up, for which no engine should have to wait."""
-    return next((each.heartbeat.front_end for each in reachable), record.front_end)
 
 
 def _replica_route(replica: ReplicaRecord, node: str) -> ReplicaRoute:

@@ -30,9 +30,9 @@ from loomserve.platform.rebalancing.plans.reports import (
 )
 from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError
 from loomserve.platform.rebalancing.policy.actions import Action, ActionKind
-from loomserve.platform.rebalancing.policy.heat import classify
+from loomserve.platform.rebalancing.policy.heat import at_once, classify
 from loomserve.platform.rebalancing.policy.manual import manual
-from loomserve.platform.rebalancing.policy.measured import Flaw, Measured
+from loomserve.platform.rebalancing.policy.measured import Flaw, Measured, listed
 from loomserve.platform.rebalancing.policy.planner import propose
 from loomserve.platform.rebalancing.scaler import Scaler
 from loomserve.platform.rebalancing.tally import Tally
@@ -159,9 +159,7 @@ class Rebalancer:
             if actions:
                 proposal = manual(snapshot, actions, corrections, self._options, forced=forced)
             else:
-                # What is seen now counts as if it had been seen often enough.
-                at_once = self._options.model_copy(update={"confirm_periods": 1})
-                heat = classify({}, snapshot.loads, at_once)
+                heat = at_once(snapshot.loads, self._options)
                 proposal = propose(snapshot, heat, corrections, self._options)
                 self._tally.count_rejected(proposal)
             plan = plan_of(_new_id(), now_s, snapshot, proposal, Origin.OPERATOR, forced=forced)
@@ -269,6 +267,5 @@ def _new_id() -> str:
 
 
 def _unfit(found: Sequence[Flaw], *, can_be_forced: bool) -> str:
-    subjects = ", ".join(f"{flaw.subject} ({flaw.why})" for flaw in found)
     advice = "wait, or force it" if can_be_forced else "it cannot be decided without"
-    return f"what is measured does not suffice: {subjects}; {advice}"
+    return f"what is measured does not suffice: {listed(found)}; {advice}"

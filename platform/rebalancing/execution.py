@@ -21,7 +21,7 @@ from loomserve.platform.rebalancing.policy.actions import Action, ActionKind, ki
 from loomserve.platform.rebalancing.policy.effects import apply
 from loomserve.platform.rebalancing.policy.forecast import Forecast
 from loomserve.platform.rebalancing.policy.limits import exceeded, unable
-from loomserve.platform.rebalancing.policy.measured import Flaw, Measured
+from loomserve.platform.rebalancing.policy.measured import Measured, listed
 from loomserve.platform.rebalancing.policy.snapshot import Snapshot
 
 _log = logging.getLogger("ray.serve")
@@ -91,7 +91,7 @@ class Execution:
         if measured.snapshot is None or (flaws and not plan.forced):
             since = self._waits_since.setdefault(turn.name, turn.now_s)
             if turn.now_s - since > self._longest_wait_s:
-                await self._fail(turn, _said(flaws))
+                await self._fail(turn, f"it could not be measured: {listed(flaws)}")
             return
         refusal = self._refusal(measured.snapshot, action, forced=plan.forced)
         if refusal is not None:
@@ -166,7 +166,9 @@ class Execution:
             real = _real(step, measured.snapshot.loads)
             await self._commit(turn.history.step_done(id_, turn.now_s, real, measured.snapshot))
         elif turn.now_s - step.acted > self._longest_wait_s:
-            done = turn.history.step_done(id_, turn.now_s, None, message=_said(flaws))
+            done = turn.history.step_done(
+                id_, turn.now_s, None, message=f"it could not be measured: {listed(flaws)}"
+            )
             await self._commit(done)
 
     async def _broke(self, turn: _Turn, error: Exception) -> None:
@@ -203,8 +205,3 @@ def _real(step: PlanStep, loads: Mapping[str, float]) -> Forecast | None:
     gaps = [abs(each[step.source] - each[step.target]) for each in (before, loads)]
     took_s = max(step.acted - step.began, 0.0)
     return Forecast(gain=gaps[0] - gaps[1], cost_s=took_s, pause_s=step.paused_s, duration_s=took_s)
-
-
-def _said(flaws: tuple[Flaw, ...]) -> str:
-    subjects = ", ".join(f"{flaw.subject} ({flaw.why})" for flaw in flaws)
-    return f"it could not be measured: {subjects}"

@@ -14,11 +14,9 @@ from loomserve.platform.config import Device as ConfiguredDevice
 from loomserve.platform.devices.memory import least_replicas
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import Heartbeat
-from loomserve.platform.fleet.registry import ModelRecord, Registry, ReplicaRecord
+from loomserve.platform.fleet.snapshot import ReplicaRecord
 from loomserve.platform.placement.policy.device_times import DeviceProfile
 from loomserve.platform.rebalancing.policy.measured import Flaw, Measured, Unfit
-from loomserve.platform.rebalancing.policy.rates import Rates
-from loomserve.platform.rebalancing.policy.scaling import ScaledModel, ScaledReplica
 from loomserve.platform.rebalancing.policy.snapshot import (
     DeviceSnapshot,
     EngineSnapshot,
@@ -52,28 +50,9 @@ class _Complete:
         return self.record.heartbeat
 
 
-def sums_of(report: Heartbeat) -> tuple[float, dict[str, float]] | None:
-    """The time of an engine's measurements, and its sums since it started, for ``Rates``."""
-    load = report.stats.load
-    if load is None or load.work is None:
-        return None
-    work = load.work
-    sums = {
-        "prefill": work.prefill_s,
-        "attention": work.attention_s,
-        "linear": work.linear_s,
-        "tokens": float(work.tokens),
-        "requests": float(load.requests),
-    }
-    for loan in report.loans:
-        sums[loan.name] = loan.service_share * loan.age_s
-    return load.measured_at, sums
-
-
 def measured(
     fleet: Fleet,
     devices: Sequence[ConfiguredDevice],
-    rates: Rates,
     profile: DeviceProfile | None,
     *,
     at_s: float,
@@ -82,17 +61,17 @@ def measured(
 ) -> Measured:
     """``at_s`` is now in Unix seconds, ``monotonic_s`` by the fleet's clock; ``changed_at_s`` is
     when the last action ended."""
-    scaled = scaled_models(fleet.registry, rates, monotonic_s)
+    seen = fleet.registry.snapshot(monotonic_s)
     missing = list(_not_profiled(devices, profile))
     whole = []
-    for record in fleet.registry.all_live(monotonic_s):
-        complete = _complete(record, rates, at_s - monotonic_s)
+    for record in seen.replicas:
+        complete = _complete(record, at_s - monotonic_s)
         if complete is None:
             missing.append(Flaw(Unfit.PARTIAL, record.id))
         else:
             whole.append(complete)
     if missing or profile is None:
-        return Measured(None, tuple(missing), scaled)
+        return Measured(None, tuple(missing), seen.scaled)
     engines = tuple(engine for each in whole for engine in _engines(fleet, each, monotonic_s))
     targets = fleet.registry.targets()
     snapshot = Snapshot(
@@ -104,7 +83,7 @@ def measured(
         loans=tuple(loan for each in whole for loan in _loans(each)),
         changed_at_s=changed_at_s,
     )
-    return Measured(snapshot, (), scaled)
+    return Measured(snapshot, (), seen.scaled)
 
 
 def _not_profiled(
@@ -119,11 +98,9 @@ def _not_profiled(
             yield Flaw(Unfit.PARTIAL, f"{device.name} in {PROFILE}")
 
 
-def _complete(record: ReplicaRecord, rates: Rates, later_s: float) -> _Complete | None:
+def _complete(record: ReplicaRecord, later_s: float) -> _Complete | None:
     """None if it lacks something; ``later_s``: Unix time less that of reports."""
-    report = record.heartbeat
-    load, footprint = report.stats.load, report.footprint
-    grown = rates.of(report.replica_id)
+    load, footprint, grown = record.load, record.footprint, record.rates
     if load is None or load.work is None or footprint is None or grown is None:
         return None
     load = load.model_copy(update={"measured_at": load.measured_at + later_s})
@@ -132,19 +109,11 @@ def _complete(record: ReplicaRecord, rates: Rates, later_s: float) -> _Complete 
     return _Complete(record, load, footprint, grown)
 
 
-def _shares(report: Heartbeat) -> dict[str, float]:
-    """Shares of the replica's work and memory by device; a pipeline's are by layers."""
-    if not report.stages:
-        return {report.device: 1.0}
-    layers = sum(stage.layers for stage in report.stages)
-    return {stage.device: stage.layers / layers for stage in report.stages}
-
-
 def _device(
     name: str, whole: Sequence[_Complete], profile: DeviceProfile, at_s: float
 ) -> DeviceSnapshot:
     facts = profile.device(name)
-    there = [(each, share) for each in whole if (share := _shares(each.heartbeat).get(name))]
+    there = [(each, share) for each in whole if (share := each.record.shares.get(name))]
     return DeviceSnapshot(
         name=name,
         node=_NODE,
@@ -163,7 +132,7 @@ def _engines(fleet: Fleet, each: _Complete, now: float) -> Iterator[EngineSnapsh
     asked = (load.running + load.waiting) / load.running if load.running else 1.0
     kv_bytes, kv_used = _kv(each)
     lending = report.model.lending
-    heads_away, layers_away = _away(report)
+    heads_away, layers_away = each.record.away
     limits = fleet.loans.limits(report.replica_id)
     engine = EngineSnapshot(
         id=report.replica_id,
@@ -173,7 +142,7 @@ def _engines(fleet: Fleet, each: _Complete, now: float) -> Iterator[EngineSnapsh
         prefill=rates["prefill"] * asked,
         attention=rates["attention"] * asked,
         linear=rates["linear"] * asked,
-        queue=load.running + load.waiting,
+        queue=each.record.ongoing,
         waiting=load.waiting,
         max_running=report.stats.max_running,
         kv_bytes=kv_bytes,
@@ -208,7 +177,7 @@ def _engines(fleet: Fleet, each: _Complete, now: float) -> Iterator[EngineSnapsh
         yield engine
         return
     for place, stage in enumerate(report.stages):
-        share = _shares(report)[stage.device]
+        share = each.record.shares[stage.device]
         yield replace(
             engine,
             id=f"{engine.id}#{place}",
@@ -231,31 +200,20 @@ def _kv(each: _Complete) -> tuple[int, int]:
     if each.heartbeat.borrowing is not None:
         return size, int(_own_used(each, each.heartbeat.borrowing) * (1 - _share_away(each)))
     # vLLM's share is of what is not lent.
-    lent = _lent_blocks(each) * each.footprint.block_bytes
+    lent = each.record.lent_blocks * each.footprint.block_bytes
     return size, int(each.load.kv_cache_usage * max(size - lent, 0))
-
-
-def _away(report: Heartbeat) -> tuple[int, int]:
-    """Numbers of KV heads and of layers that are not at home."""
-    away = [loan.shard for loan in report.loans if loan.shard is not None and loan.shard.is_away]
-    heads = sum(shard.heads for shard in away)
-    return heads, sum(shard.layers[1] - shard.layers[0] for shard in away if shard.layers)
 
 
 def _own_used(each: _Complete, said: BorrowingState) -> int:
     """Bytes of own blocks that its requests use, the share that is away included."""
-    used = said.own_blocks - said.own_free_blocks - _lent_blocks(each)
+    used = said.own_blocks - said.own_free_blocks - each.record.lent_blocks
     # Loans are looked at one after the other.
     return max(used, 0) * each.footprint.block_bytes
 
 
-def _lent_blocks(each: _Complete) -> int:
-    return sum(lent.blocks for lent in each.heartbeat.lent)
-
-
 def _share_away(each: _Complete) -> float:
     """The share of each block that is away."""
-    heads, layers = _away(each.heartbeat)
+    heads, layers = each.record.away
     return heads / each.footprint.kv_heads + layers / each.footprint.layers
 
 
@@ -279,7 +237,7 @@ def _loans(each: _Complete) -> Iterator[LoanSnapshot]:
 
 def _shard(each: _Complete, loan: LoanState) -> Iterator[LoanSnapshot]:
     """A loan of heads or layers, which have a share of each block in use."""
-    heads, layers = _away(each.heartbeat)
+    heads, layers = each.record.away
     assert each.heartbeat.borrowing is not None
     if not heads and not layers:
         return
@@ -340,65 +298,3 @@ def _links(profile: DeviceProfile) -> tuple[Link, ...]:
         )
         for link in profile.links
     )
-
-
-def scaled_models(registry: Registry, rates: Rates, now: float) -> tuple[ScaledModel, ...]:
-    """Models that are ready, and whose load decides on their replicas; times are of the fleet's
-    clock."""
-    return tuple(
-        model
-        for record in registry.records
-        if (model := _scaled_model(record, registry, rates, now)) is not None
-    )
-
-
-def _scaled_model(
-    record: ModelRecord, registry: Registry, rates: Rates, now: float
-) -> ScaledModel | None:
-    rules, model = record.model.scaling, record.model
-    if rules is None or not record.stays or record.fixed:
-        return None
-    live = registry.live(model.name, now)
-    replicas = [
-        _scaled_replica(each, load, each.id in registry.drains.leaving)
-        for each in live
-        if each.id not in registry.drains.ending and (load := each.heartbeat.stats.load) is not None
-    ]
-    grown = [found["requests"] for each in live if (found := rates.of(each.id)) is not None]
-    starts = [each.heartbeat.footprint.start_s for each in live if each.heartbeat.footprint]
-    return ScaledModel(
-        name=model.name,
-        rules=rules,
-        most=min(rules.max, model.most_replicas),
-        target=record.target_replicas,
-        replicas=tuple(replicas),
-        arrived_per_s=sum(grown) if grown else None,
-        start_s=max(starts, default=0.0),
-    )
-
-
-def _scaled_replica(record: ReplicaRecord, load: ReplicaLoad, leaving: bool) -> ScaledReplica:
-    report = record.heartbeat
-    return ScaledReplica(
-        id=record.id,
-        device=record.device,
-        load=load,
-        max_running=report.stats.max_running,
-        kv_share=_kv_share(load, report.borrowing),
-        # One that has not been measured yet has just come.
-        ready_at_s=report.footprint.ready_at if report.footprint else float("inf"),
-        leaving=leaving,
-        # By a report of after it knew that it is drained; one from before may be out of date.
-        settled=report.stats.draining
-        and not (report.in_flight or report.lent or load.running or load.waiting),
-    )
-
-
-def _kv_share(load: ReplicaLoad, borrowing: BorrowingState | None) -> float:
-    """The share of KV blocks in use; what lenders grant is room that it has already."""
-    if borrowing is None:
-        return load.kv_cache_usage
-    loans = [loan for loan in borrowing.loans if loan.shard is None]
-    blocks = borrowing.own_blocks + sum(loan.usable_blocks for loan in loans)
-    free = borrowing.own_free_blocks + sum(loan.free_blocks for loan in loans)
-    return (blocks - free) / blocks if blocks else 0.0

@@ -16,7 +16,6 @@ from loomserve.platform.base.periodic import every
 from loomserve.platform.config import Config
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.fleet.fleet import Fleet
-from loomserve.platform.fleet.messages import Heartbeat
 from loomserve.platform.placement import device_profile
 from loomserve.platform.placement.configured import profile_path
 from loomserve.platform.placement.policy.device_times import DeviceProfile
@@ -29,11 +28,10 @@ from loomserve.platform.rebalancing.actuators.replicas import (
 )
 from loomserve.platform.rebalancing.actuators.shards import ShardActuator
 from loomserve.platform.rebalancing.controller import Rebalancer
-from loomserve.platform.rebalancing.observe import measured, sums_of
+from loomserve.platform.rebalancing.observe import measured
 from loomserve.platform.rebalancing.plans.store import PlanStore, plans_folder
 from loomserve.platform.rebalancing.policy.actions import ActionKind
 from loomserve.platform.rebalancing.policy.measured import Measured
-from loomserve.platform.rebalancing.policy.rates import Rates
 from loomserve.platform.rebalancing.scaler import RoomFor, Scaler
 from loomserve.platform.state.roles import Role
 
@@ -75,7 +73,6 @@ class RebalancingRunner:
         options = config.rebalancing
         self._clock = steady_unix_clock()
         self._fleet, self._devices = fleet, config.devices
-        self._rates = Rates(_window_s(options))
         written = options.profile
         self._profile = _ProfileFile(base / written if written else profile_path(config, base))
         shards = ShardActuator(fleet)
@@ -96,11 +93,6 @@ class RebalancingRunner:
             Scaler(fleet, replicas.set_replicas, room_for, options),
         )
 
-    def observe(self, heartbeat: Heartbeat) -> None:
-        sums = sums_of(heartbeat)
-        if sums is not None:
-            self._rates.take(heartbeat.replica_id, *sums)
-
     async def run(self) -> None:
         """Tick until the process ends, which gives the store's lock back."""
         await every(
@@ -111,11 +103,11 @@ class RebalancingRunner:
 
     def _observe(self, changed_at_s: float) -> Measured:
         at_s, monotonic_s = self._clock(), time.monotonic()
-        self._rates.keep(each.id for each in self._fleet.registry.all_live(monotonic_s))
+        registry = self._fleet.registry
+        registry.rates.keep(each.id for each in registry.all_live(monotonic_s))
         return measured(
             self._fleet,
             self._devices,
-            self._rates,
             self._profile.read(),
             at_s=at_s,
             monotonic_s=monotonic_s,
@@ -123,7 +115,7 @@ class RebalancingRunner:
         )
 
 
-def _window_s(options: Rebalancing) -> float:
+def rates_window_s(options: Rebalancing) -> float:
     """Seconds over which rates are taken: no longer than loads settle after an action."""
     return max(min(options.period_s, options.settle_s), _LEAST_WINDOW_S)
 

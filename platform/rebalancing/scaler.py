@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.fleet.fleet import Fleet
-from loomserve.platform.fleet.registry import Registry
+from loomserve.platform.fleet.snapshot import FleetModel
 from loomserve.platform.rebalancing.plans.history import History
 from loomserve.platform.rebalancing.plans.reports import (
     Event,
@@ -30,7 +30,6 @@ from loomserve.platform.rebalancing.policy.limits import Reason, Refusal
 from loomserve.platform.rebalancing.policy.measured import Measured
 from loomserve.platform.rebalancing.policy.planner import weigh_start
 from loomserve.platform.rebalancing.policy.scaling import (
-    ScaledModel,
     ScalingWatch,
     ScalingWish,
     carried_out,
@@ -155,7 +154,7 @@ class Scaler:
         if change.target is not None:
             self.set_replicas(change.model, change.target)
 
-    def _forget(self, models: tuple[ScaledModel, ...]) -> None:
+    def _forget(self, models: Sequence[FleetModel]) -> None:
         """Models that are not ready, or have a number that an operator has set, begin again."""
         there = {each.name for each in models}
         registry = self.fleet.registry
@@ -173,17 +172,17 @@ class Scaler:
             # With the next request as few come as may be.
             record.target_replicas = rules.least
 
-    def _end_drained(self, model: ScaledModel) -> bool:
+    def _end_drained(self, model: FleetModel) -> bool:
         """End replicas that have nothing open any more; whether there were any."""
-        ended = [each.id for each in model.leaving if each.settled]
+        ended = [each.id for each in model.leaving if each.is_drained]
         for id_ in ended:
             self.fleet.registry.drains.has_left(id_)
         if ended:
-            self.set_replicas(model.name, model.target - len(ended))
+            self.set_replicas(model.name, model.record.target_replicas - len(ended))
         return bool(ended)
 
     def _change(
-        self, model: ScaledModel, wish: ScalingWish | None, weigh: Weigh, *, plan_runs: bool
+        self, model: FleetModel, wish: ScalingWish | None, weigh: Weigh, *, plan_runs: bool
     ) -> ScalingChange | None:
         if wish is None:
             self._held.pop(model.name, None)
@@ -192,11 +191,11 @@ class Scaler:
             return self._more(model, wish, weigh)
         return None if plan_runs else _fewer(model, wish)
 
-    def _more(self, model: ScaledModel, wish: ScalingWish, weigh: Weigh) -> ScalingChange | None:
+    def _more(self, model: FleetModel, wish: ScalingWish, weigh: Weigh) -> ScalingChange | None:
         missing = wish.replicas - model.kept
         back = tuple(each.id for each in model.leaving)[:missing]
         starts = list[Action]()
-        for device in _free_devices(self.fleet.registry, model)[: missing - len(back)]:
+        for device in _free_devices(model)[: missing - len(back)]:
             add = AddReplica(model=model.name, device=device)
             refusal = weigh(add, wish.short_s) or self._no_room(add)
             if refusal is not None:
@@ -210,7 +209,7 @@ class Scaler:
             direction="up",
             reason=str(wish.reason),
             why=wish.why,
-            target=model.target + len(starts) if starts else None,
+            target=model.record.target_replicas + len(starts) if starts else None,
             take_back=back,
             actions=tuple(starts),
         )
@@ -219,7 +218,7 @@ class Scaler:
         why = self.room_for(add.model, add.device)
         return Refusal(Reason.NO_MEMORY, why) if why else None
 
-    def _hold(self, model: ScaledModel, wish: ScalingWish, refusal: Refusal) -> None:
+    def _hold(self, model: FleetModel, wish: ScalingWish, refusal: Refusal) -> None:
         """Say once that more are wanted, and why they are not started yet."""
         why = f"{wish.why}; {refusal.detail}"
         if self._held.get(model.name) != refusal.reason:
@@ -232,7 +231,7 @@ class Scaler:
         self.fleet.registry.record(model).scaling = why
 
 
-def _fewer(model: ScaledModel, wish: ScalingWish) -> ScalingChange | None:
+def _fewer(model: FleetModel, wish: ScalingWish) -> ScalingChange | None:
     leaving = leaves(model, wish.replicas)
     if not leaving:
         return None
@@ -246,8 +245,8 @@ def _fewer(model: ScaledModel, wish: ScalingWish) -> ScalingChange | None:
     )
 
 
-def _free_devices(registry: Registry, model: ScaledModel) -> list[str]:
+def _free_devices(model: FleetModel) -> list[str]:
     """Where more replicas would start, those that are about to have one left out."""
-    used = {each.device for each in model.replicas}
-    free = [name for name in registry.record(model.name).devices if name not in used]
-    return free[max(0, model.target - len(model.replicas)) :]
+    used = {each.device for each in model.counted}
+    free = [name for name in model.record.devices if name not in used]
+    return free[max(0, model.record.target_replicas - len(model.counted)) :]

@@ -1,4 +1,4 @@
-"""Where front ends reach an engine's process."""
+"""Where front ends reach an engine's process, and on which node a process is."""
 
 from __future__ import annotations
 
@@ -55,3 +55,8 @@ class EngineAddress:
         for address in (self.input, self.output):
             if address.startswith("ipc://"):
                 Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def node_of(address: str) -> str:
+    """The node at which an address, ``NAME.NODE``, is."""
+    return address.partition(".")[2].partition(":")[0]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
+from loomserve.platform.run.engine_address import node_of
 from loomserve.platform.run.folder import own_run
 from loomserve.platform.run.lost_peers import notice_loss
 from loomserve.platform.run.node_identity import client_context
@@ -45,11 +46,6 @@ def listen_in_place(name: str, node: str) -> tuple[socket.socket, str]:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.bind(str(path))
     return sock, f"{name}.{node}"
-
-
-def node_of(address: str) -> str:
-    """The node at which an address is."""
-    return address.partition(".")[2].partition(":")[0]
 
 
 def path_of(address: str) -> Path:

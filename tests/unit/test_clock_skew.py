@@ -106,8 +106,8 @@ def test_the_controller_and_the_lane_take_a_load_as_old_as_it_is(skew_s: float) 
     assert kept.footprint.ready_at == pytest.approx(now - 60, abs=0.5)
     # The lane's machine shows yet another time, and asks three seconds later.
     answer = fleet.views.engines(now + 3)
-    (live,) = answer.models[beat.model.name].replicas
     lane_s = now + 3 + 2 * skew_s
-    (engine,) = engines({live.id: live.stats.received(lane_s)}, (), lane_s)
+    live = answer.models[beat.model.name].received(lane_s).engines
+    (engine,) = engines(live, (), lane_s)
     assert engine.running == 3
-    assert engines({live.id: live.stats.received(lane_s)}, (), lane_s + 8) == []
+    assert engines(live, (), lane_s + 8) == []

@@ -74,6 +74,7 @@ def test_a_load_report_is_as_old_as_it_is(step: Step) -> None:
     stats = RoutingStats(
         load=meter.read(), max_running=4, kv_capacity_tokens=None, draining=False,
         role=Role.UNIFIED,
+        told_at=0.0,
     )  # fmt: skip
     step()
     later.book(Replica("r1"))

@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from loomserve.platform.config import Elastic
 from loomserve.platform.elastic.policy.snapshot import (
     HOST,
     ElasticDecision,
     ElasticModel,
-    ElasticRules,
     ElasticSnapshot,
     ModelDemand,
     NoRoom,
@@ -30,7 +30,7 @@ from loomserve.platform.state import Presence
 _LATER = 10.0
 
 
-def decide(snapshot: ElasticSnapshot, rules: ElasticRules) -> ElasticDecision:
+def decide(snapshot: ElasticSnapshot, rules: Elastic) -> ElasticDecision:
     """Decide who comes and goes now."""
     room = _Room(snapshot, rules)
     for demand in snapshot.demands:
@@ -42,7 +42,7 @@ def decide(snapshot: ElasticSnapshot, rules: ElasticRules) -> ElasticDecision:
 class _Room:
     """Memory of all pools, as demand after demand is met."""
 
-    def __init__(self, snapshot: ElasticSnapshot, rules: ElasticRules) -> None:
+    def __init__(self, snapshot: ElasticSnapshot, rules: Elastic) -> None:
         self.changes: list[PresenceChange] = []
         self.refused: list[NoRoom] = []
         self.waiting_at: dict[str, str] = {}
@@ -203,7 +203,7 @@ class _Room:
 
     def _waits(self, model: ElasticModel, wait_s: float, demand: ModelDemand, why: str) -> bool:
         """Whether it may wait for so long; it is refused otherwise."""
-        if demand.waited_s + wait_s <= self._rules.patience_s:
+        if demand.waited_s + wait_s <= self._rules.wait_timeout_s:
             return True
         self._refuse(model, why, wait_s)
         return False

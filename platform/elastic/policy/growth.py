@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from loomserve.platform.config import Elastic
 from loomserve.platform.elastic.policy.snapshot import (
     ElasticModel,
-    ElasticRules,
     ElasticSnapshot,
     PresenceChange,
 )
@@ -27,7 +27,7 @@ class Growth:
     why: str = ""
 
 
-def grow(snapshot: ElasticSnapshot, rules: ElasticRules, name: str, device: str) -> Growth:
+def grow(snapshot: ElasticSnapshot, rules: Elastic, name: str, device: str) -> Growth:
     """Find room for one more replica of a model on a device where it has none."""
     model = next((each for each in snapshot.models if each.name == name), None)
     if model is None or device not in snapshot.budgets:
@@ -69,7 +69,7 @@ def grow(snapshot: ElasticSnapshot, rules: ElasticRules, name: str, device: str)
     return Growth(fits=False, changes=changes, why=f"{', '.join(victims)} makes room on {device}")
 
 
-def _may_go(model: ElasticModel, for_: str, demanded: set[str], rules: ElasticRules) -> bool:
+def _may_go(model: ElasticModel, for_: str, demanded: set[str], rules: Elastic) -> bool:
     """An idle model, and not one that merely has no request at this moment."""
     return (
         model.name != for_

@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
+from loomserve.platform.fleet.snapshot import FleetModel, ReplicaRecord
 
-class Holder(NamedTuple):
-    """A live replica of a node whose memory is short, with its open requests.
-
-    Attributes:
-        held_bytes: What its end gives back.
-        others: Replicas of its model, on any node, that its requests could go on with.
-        may_go: Whether its model comes again when it is asked for.
-    """
-
-    replica: str
-    model: str
-    held_bytes: int
-    requests: int
-    others: int
-    may_go: bool
+Holder = tuple[FleetModel, ReplicaRecord]
+"""A live replica of a node whose memory is short, with its model's replicas on all nodes."""
 
 
 def gives_back(holders: Iterable[Holder]) -> Holder | None:
     """The one whose end costs least; None: there is none. First idle ones of models that come again
     when they are asked for; then those of whose model there is another, idle before busy; the last
     of its model after those, and if it has requests, after all. Among equals the largest."""
-    return min(holders, key=_cost, default=None)
+    return min(holders, key=lambda each: _cost(*each), default=None)
 
 
-def _cost(holder: Holder) -> tuple[int, int, str]:
-    busy = holder.requests > 0
-    if holder.may_go and not busy:
+def may_go(model: FleetModel) -> bool:
+    """Whether nobody misses the whole model, which comes again when it is asked for."""
+    return model.record.on_demand and not model.record.model.pinned and not model.has_requests
+
+
+def _cost(model: FleetModel, replica: ReplicaRecord) -> tuple[int, int, str]:
+    busy = replica.heartbeat.in_flight > 0
+    # Its requests could go on with them.
+    others = any(
+        each.id != replica.id and not (each.stops or each.asleep) for each in model.replicas
+    )
+    if may_go(model):
         rank = 0
-    elif holder.others:
+    elif others:
         rank = 2 if busy else 1
     else:
         rank = 4 if busy else 3
-    return rank, -holder.held_bytes, holder.replica
+    size = replica.footprint.memory_bytes if replica.footprint is not None else 0
+    return rank, -size, replica.id

@@ -112,15 +112,6 @@ class ElasticSnapshot:
 
 
 @dataclass(frozen=True)
-class ElasticRules:
-    """A model that has come is not put away for another before ``residence_s``; a request may wait
-    for its model for ``patience_s``."""
-
-    residence_s: float
-    patience_s: float
-
-
-@dataclass(frozen=True)
 class PresenceChange:
     """A model that is to be ``presence`` from now on.
 

@@ -36,7 +36,7 @@ class LoanAgent:
                 replica_id=replica_id,
                 most=lending.lenders,
                 internal_token=spec.internal_token,
-                drain_timeout_s=spec.drain_timeout_s,
+                drain_timeout_s=spec.server.drain_timeout_s,
                 quiet=quiet,
             )
         if lending is not None and lending.lend_bytes:

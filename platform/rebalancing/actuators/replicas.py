@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from loomserve.platform.base.errors import Conflict, NotFound
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import MoveOrder
-from loomserve.platform.fleet.registry import ReplicaRecord
+from loomserve.platform.fleet.snapshot import ReplicaRecord
 from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Progress
 from loomserve.platform.rebalancing.observe import kv_at
 from loomserve.platform.rebalancing.plans.records import (

@@ -76,11 +76,15 @@ def gap(snapshot: Snapshot, source: str, target: str) -> float:
     return abs(loads[source] - loads[target])
 
 
+def way(snapshot: Snapshot, move: Move) -> tuple[str, str]:
+    """The devices that the move's bytes leave and come to."""
+    home, there = (snapshot.engine(each).device for each in (move.engine, move.lender))
+    return (there, home) if move.back else (home, there)
+
+
 def route(snapshot: Snapshot, move: Move) -> Link | None:
     """The link that the move's bytes take."""
-    ends = [snapshot.engine(each).device for each in (move.engine, move.lender)]
-    source, target = reversed(ends) if move.back else ends
-    return snapshot.link(source, target)
+    return snapshot.link(*way(snapshot, move))
 
 
 def kv_again_s(snapshot: Snapshot, engine: EngineSnapshot, there: EngineSnapshot) -> float | None:

@@ -52,6 +52,11 @@ def classify(
     }
 
 
+def at_once(loads: Mapping[str, float], options: Rebalancing) -> dict[str, Heat]:
+    """The devices' levels as if what is seen now had been seen often enough."""
+    return classify({}, loads, options.model_copy(update={"confirm_periods": 1}))
+
+
 def _level(level: Level, above: float, below: float, options: Rebalancing) -> Level:
     if level is Level.HOT and above > options.falling:
         return Level.HOT

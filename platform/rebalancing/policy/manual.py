@@ -16,7 +16,7 @@ from loomserve.platform.rebalancing.policy.actions import (
 )
 from loomserve.platform.rebalancing.policy.correction import Corrections
 from loomserve.platform.rebalancing.policy.effects import apply
-from loomserve.platform.rebalancing.policy.forecast import Forecast, forecast
+from loomserve.platform.rebalancing.policy.forecast import Forecast, forecast, way
 from loomserve.platform.rebalancing.policy.limits import Refusal, exceeded, over_budget, unable
 from loomserve.platform.rebalancing.policy.planner import Chosen, Proposal
 from loomserve.platform.rebalancing.policy.snapshot import Snapshot
@@ -69,9 +69,7 @@ def ends(snapshot: Snapshot, action: Action) -> tuple[str, str]:
     most, least = (pick(loads, key=lambda name: loads[name]) for pick in (max, min))
     match action:
         case Move():
-            way = [snapshot.engine(each).device for each in (action.engine, action.lender)]
-            source, target = reversed(way) if action.back else way
-            return source, target
+            return way(snapshot, action)
         case MoveRequests():
             return snapshot.engine(action.engine).device, snapshot.engine(action.to).device
         case AddReplica():

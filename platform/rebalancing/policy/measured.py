@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
@@ -11,7 +11,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from loomserve.platform.config.rebalancing import Rebalancing
-from loomserve.platform.rebalancing.policy.scaling import ScaledModel
+from loomserve.platform.fleet.snapshot import FleetModel
 from loomserve.platform.rebalancing.policy.snapshot import Snapshot
 
 
@@ -39,11 +39,16 @@ class Measured:
 
     snapshot: Snapshot | None
     missing: tuple[Flaw, ...]
-    scaled: tuple[ScaledModel, ...] = ()
+    scaled: tuple[FleetModel, ...] = ()
 
     def flaws(self, options: Rebalancing) -> tuple[Flaw, ...]:
         """All that keeps anything from being decided on it."""
         return (*self.missing, *(flaws(self.snapshot, options) if self.snapshot else ()))
+
+
+def listed(found: Iterable[Flaw]) -> str:
+    """All of them, for a person."""
+    return ", ".join(f"{flaw.subject} ({flaw.why})" for flaw in found)
 
 
 def flaws(snapshot: Snapshot, options: Rebalancing) -> list[Flaw]:

@@ -31,7 +31,7 @@ from loomserve.platform.rebalancing.policy.candidates import candidates, reachab
 from loomserve.platform.rebalancing.policy.correction import Corrections
 from loomserve.platform.rebalancing.policy.effects import apply
 from loomserve.platform.rebalancing.policy.forecast import Forecast, forecast
-from loomserve.platform.rebalancing.policy.heat import Heat, Level, classify
+from loomserve.platform.rebalancing.policy.heat import Heat, Level, at_once
 from loomserve.platform.rebalancing.policy.limits import (
     Reason,
     Refusal,
@@ -137,8 +137,7 @@ def weigh_start(
     )
     if not moves or short_s >= start.cost_s:
         return None
-    at_once = options.model_copy(update={"confirm_periods": 1})
-    plan = propose(snapshot, classify({}, snapshot.loads, at_once), corrections, options)
+    plan = propose(snapshot, at_once(snapshot.loads, options), corrections, options)
     easing = [each for each in plan.chosen if _takes_from(snapshot, each.action, add.model)]
     took_s = sum(each.predicted.duration_s for each in easing)
     carried = all(compute_share(plan.after, each.device) <= 1 for each in plan.after.of(add.model))

@@ -21,7 +21,7 @@ from enum import StrEnum
 from pydantic import BaseModel, ConfigDict
 
 from loomserve.platform.config.scaling import Scaling
-from loomserve.platform.state import ReplicaLoad
+from loomserve.platform.fleet.snapshot import FleetModel, ReplicaRecord
 
 ROOM = 0.8
 """The share of fewer replicas that may be filled as one goes."""
@@ -36,67 +36,15 @@ _FEWEST_SAMPLES = 4
 _ROUNDING = 1e-9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaledReplica:
-    """A replica that serves.
-
-    Attributes:
-        max_running: Requests that may run; 0: unknown.
-        kv_share: Share of its KV blocks in use, those that it borrows among them.
-        leaving: Whether it is drained, and will be ended.
-        settled: Whether it takes nothing new, and has nothing open: neither requests nor loans.
-    """
-
-    id: str
-    device: str
-    load: ReplicaLoad
-    max_running: int
-    kv_share: float
-    ready_at_s: float
-    leaving: bool = False
-    settled: bool = False
-
-    @property
-    def ongoing(self) -> int:
-        return self.load.running + self.load.waiting
+def rules_of(model: FleetModel) -> Scaling:
+    rules = model.record.model.scaling
+    assert rules is not None, f"{model.name} is not scaled by its load"
+    return rules
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaledModel:
-    """A model whose load decides how many replicas it has.
-
-    Attributes:
-        most: Replicas that its devices allow.
-        target: Replicas that there should be, those that leave among them.
-        replicas: Those that serve.
-        arrived_per_s: Requests a second that came to them; None: not measured yet.
-        start_s: Time until one more would serve, as measured of those before.
-    """
-
-    name: str
-    rules: Scaling
-    most: int
-    target: int
-    replicas: tuple[ScaledReplica, ...]
-    arrived_per_s: float | None = None
-    start_s: float = 0.0
-
-    @property
-    def serving(self) -> tuple[ScaledReplica, ...]:
-        return tuple(each for each in self.replicas if not each.leaving)
-
-    @property
-    def leaving(self) -> tuple[ScaledReplica, ...]:
-        return tuple(each for each in self.replicas if each.leaving)
-
-    @property
-    def kept(self) -> int:
-        """Replicas that there should be once those that leave are gone."""
-        return self.target - len(self.leaving)
-
-    @property
-    def ongoing(self) -> int:
-        return sum(each.ongoing for each in self.replicas)
+def most_of(model: FleetModel) -> int:
+    """Replicas that the rules and the devices allow."""
+    return min(rules_of(model).max, model.record.model.most_replicas)
 
 
 class ScalingReason(StrEnum):
@@ -167,7 +115,7 @@ class ScalingLook:
     wish: ScalingWish | None
 
 
-def look(watch: ScalingWatch, model: ScaledModel, at_s: float) -> ScalingLook:
+def look(watch: ScalingWatch, model: FleetModel, at_s: float) -> ScalingLook:
     """Decide on the replicas of a model that is there, once a second or so."""
     load, reason = load_of(model)
     foreseen = max(0.0, load + _growth(_samples_since(watch, at_s - TREND_S), model, at_s, load))
@@ -181,13 +129,14 @@ def look(watch: ScalingWatch, model: ScaledModel, at_s: float) -> ScalingLook:
     short = wanted > model.kept
     since_s = (watch.short_since_s if watch.short_since_s is not None else at_s) if short else None
     watch = ScalingWatch(samples, since_s, _remembered(watch.shortages, at_s))
-    if not model.rules.least <= model.kept <= model.most:
-        inside = min(max(model.kept, model.rules.least), model.most)
-        why = f"there may be {model.rules.least} to {model.most}"
+    least, most = rules_of(model).least, most_of(model)
+    if not least <= model.kept <= most:
+        inside = min(max(model.kept, least), most)
+        why = f"there may be {least} to {most}"
         return ScalingLook(watch, load, ScalingWish(inside, ScalingReason.BOUNDS, 0.0, why))
     if since_s is not None:
         short_s = at_s - since_s
-        if short_s < model.rules.upscale_delay_s:
+        if short_s < rules_of(model).upscale_delay_s:
             return ScalingLook(watch, load, None)
         if load <= model.kept:
             reason = ScalingReason.PREDICTED
@@ -196,9 +145,7 @@ def look(watch: ScalingWatch, model: ScaledModel, at_s: float) -> ScalingLook:
     return ScalingLook(watch, load, _fewer(watch, model, at_s - quiet_s))
 
 
-def carried_out(
-    watch: ScalingWatch, model: ScaledModel, at_s: float, *, more: bool
-) -> ScalingWatch:
+def carried_out(watch: ScalingWatch, model: FleetModel, at_s: float, *, more: bool) -> ScalingWatch:
     """After replicas were ordered or are about to leave: what was seen so far was of as many as
     there were, and of a number that was too small the rate of requests is remembered."""
     shortages = dict(watch.shortages)
@@ -207,26 +154,31 @@ def carried_out(
     return ScalingWatch(shortages=shortages)
 
 
-def leaves(model: ScaledModel, replicas: int) -> tuple[ScaledReplica, ...]:
+def leaves(model: FleetModel, replicas: int) -> tuple[ReplicaRecord, ...]:
     """Which replicas are to leave for there to be so many: the newest, which have least cached."""
-    newest = sorted(model.serving, key=lambda each: (each.ready_at_s, each.id), reverse=True)
+    newest = sorted(model.serving, key=lambda each: (_ready_at_s(each), each.id), reverse=True)
     return tuple(newest[: max(0, model.kept - replicas)])
 
 
-def quiet_time_s(model: ScaledModel) -> float:
+def _ready_at_s(replica: ReplicaRecord) -> float:
+    """One that has not been measured yet has just come."""
+    return replica.footprint.ready_at if replica.footprint is not None else math.inf
+
+
+def quiet_time_s(model: FleetModel) -> float:
     """Seconds for which fewer must suffice. A replica that is not needed costs its device's time
     for as long as it stays. Once that is as much as a start, it goes: so it never costs more than
     twice what was best, whatever comes."""
-    return max(model.rules.downscale_delay_s, model.start_s)
+    return max(rules_of(model).downscale_delay_s, model.start_s)
 
 
-def load_of(model: ScaledModel) -> tuple[float, ScalingReason]:
+def load_of(model: FleetModel) -> tuple[float, ScalingReason]:
     """A model's load in replicas, and what asks for most of them."""
     return max(_loads(model), key=lambda each: each[0], default=(0.0, ScalingReason.REQUESTS))
 
 
-def _loads(model: ScaledModel) -> Iterator[tuple[float, ScalingReason]]:
-    rules, replicas = model.rules, model.replicas
+def _loads(model: FleetModel) -> Iterator[tuple[float, ScalingReason]]:
+    rules, replicas = rules_of(model), model.counted
     if not replicas:
         return
     yield (
@@ -235,7 +187,7 @@ def _loads(model: ScaledModel) -> Iterator[tuple[float, ScalingReason]]:
     )
     yield sum(each.kv_share for each in replicas) / _FULL_KV, ScalingReason.KV_MEMORY
     if rules.ttft_slo_ms is not None:
-        waited_s = sum(each.load.oldest_waiting_s for each in replicas)
+        waited_s = sum(each.load.oldest_waiting_s for each in replicas if each.load)
         yield 1000 * waited_s / rules.ttft_slo_ms, ScalingReason.TTFT
     if rules.tpot_slo_ms is not None:
         yield (
@@ -244,34 +196,34 @@ def _loads(model: ScaledModel) -> Iterator[tuple[float, ScalingReason]]:
         )
 
 
-def _filled(replica: ScaledReplica, target: float | None) -> float:
+def _filled(replica: ReplicaRecord, target: float | None) -> float:
     """The replica's requests as a share of those that it is to have, or can run at once."""
     if target is not None:
         return replica.ongoing / target
+    assert replica.load is not None
     # What waits for long in an engine finds no place in its memory, if there is one in its batch.
     full = replica.load.oldest_waiting_s > _LONG_WAIT_S and replica.load.running
-    most = replica.load.running if full else replica.max_running
+    most = replica.load.running if full else replica.heartbeat.stats.max_running
     return replica.ongoing / most if most else 0.0
 
 
-def _paced(replica: ScaledReplica, slo_s: float) -> float:
+def _paced(replica: ReplicaRecord, slo_s: float) -> float:
     """Its step, a token of all that run, as a share of what one may take; none has less than a
     request."""
+    assert replica.load is not None
     share = replica.load.step_time_s / slo_s if replica.load.running else 0.0
     return min(share, 1.0) if replica.load.running == 1 else share
 
 
-def _wanted(model: ScaledModel, foreseen: float) -> int:
+def _wanted(model: FleetModel, foreseen: float) -> int:
     """Replicas for what is foreseen, within bounds; at most twice those that serve, since what so
     many do tells more than a forecast, and no more than there are requests."""
     replicas = math.ceil(foreseen - _ROUNDING)
     replicas = min(replicas, 2 * max(1, len(model.serving)), max(1, model.ongoing))
-    return min(max(replicas, model.rules.least), model.most)
+    return min(max(replicas, rules_of(model).least), most_of(model))
 
 
-def _growth(
-    samples: Sequence[ScalingSample], model: ScaledModel, at_s: float, load: float
-) -> float:
+def _growth(samples: Sequence[ScalingSample], model: FleetModel, at_s: float, load: float) -> float:
     """By how much the load will have grown, or fallen, once a replica could be there. A line
     through the last looks; none that their scatter explains."""
     points = [(each.at_s - at_s, each.load) for each in samples] + [(0.0, load)]
@@ -290,14 +242,14 @@ def _growth(
     return slope * min(model.start_s, TREND_S)
 
 
-def _fewer(watch: ScalingWatch, model: ScaledModel, since_s: float) -> ScalingWish | None:
+def _fewer(watch: ScalingWatch, model: FleetModel, since_s: float) -> ScalingWish | None:
     """Fewer, if all looks of a quiet time agree, and all replicas that there are to be serve."""
     seen = watch.samples
     if seen[0].at_s > since_s + _ROUNDING or len(model.serving) < model.kept or model.leaving:
         return None
     too_few = [n for n, each in watch.shortages.items() if _was_short(each, seen)]
     enough = max(too_few, default=0) + 1
-    replicas = max(model.rules.least, enough, *(each.ample for each in seen))
+    replicas = max(rules_of(model).least, enough, *(each.ample for each in seen))
     if replicas >= model.kept:
         return None
     why = f"load for {max(each.load for each in seen):.1f} replicas at most for a while"

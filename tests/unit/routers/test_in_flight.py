@@ -138,6 +138,7 @@ def test_a_table_joins_the_report_with_the_ledger(draining: bool) -> None:
         "kv_capacity_tokens": 200,
         "draining": draining,
         "role": "decode",
+        "told_at": 0.0,
     }
     table = reported(ledger, {"a": RoutingStats.model_validate(stats)})
     assert table.role("a") is Role.DECODE
@@ -152,7 +153,12 @@ def test_a_table_joins_the_report_with_the_ledger(draining: bool) -> None:
     [
         None,
         RoutingStats(
-            load=None, max_running=8, kv_capacity_tokens=None, draining=False, role=Role.UNIFIED
+            load=None,
+            max_running=8,
+            kv_capacity_tokens=None,
+            draining=False,
+            role=Role.UNIFIED,
+            told_at=0.0,
         ),
     ],
     ids=["no report", "an engine that has not measured yet"],

@@ -38,6 +38,7 @@ def stats(running: int = 0, *, draining: bool = False, capacity: int = 10_000) -
         kv_capacity_tokens=capacity,
         draining=draining,
         role=Role.UNIFIED,
+        told_at=0.0,
     )
 
 

@@ -62,6 +62,7 @@ class Scene:
                 kv_capacity_tokens=rng.choice([None, 1_000, 1_000]),
                 draining=rng.random() < 0.2,
                 role=rng.choice([Role.UNIFIED, Role.UNIFIED, Role.DECODE, Role.PREFILL]),
+                told_at=0.0,
             )
             self.stats[id_] = stats
             self.table.report(id_, stats)
@@ -168,7 +169,12 @@ def test_the_chosen_replica_is_told_as_it_is(most: int) -> None:
 
 def stats(role: Role = Role.UNIFIED) -> RoutingStats:
     return RoutingStats(
-        load=None, max_running=4, kv_capacity_tokens=None, draining=False, role=role
+        load=None,
+        max_running=4,
+        kv_capacity_tokens=None,
+        draining=False,
+        role=role,
+        told_at=0.0,
     )
 
 

@@ -19,10 +19,10 @@ from loomserve.deployments.gateway.answering import ForwardRequest
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
-from loomserve.platform.batch.executor import LineAnswer, LineCall, ServedModel
+from loomserve.platform.batch.executor import LineAnswer, LineCall
 from loomserve.platform.batch.policy.status import BatchStatus
 from loomserve.platform.config import ApiKey, Server
-from loomserve.platform.fleet.messages import LineRequest, ModelRoute
+from loomserve.platform.fleet.messages import ModelRoute, ServedModel
 from loomserve.platform.front_end.engine.request_book import lost_request
 from loomserve.platform.front_end.policy.continuation import (
     ContinuationBounds,
@@ -39,18 +39,16 @@ from loomserve.platform.state.roles import Role
 from loomserve.routers.snapshot import RoutingStats
 from tests.unit.deployments.gateway.engines import Answer, AnsweringEngines, answered
 from tests.unit.platform.batch.test_lane import ALICE, Bench, hurry, request
+from tests.unit.platform.fleet.heartbeats import served_model
 
 KILLS = "kill"
 BOUNDS = ContinuationBounds()
 KEYS = (ApiKey(name=ALICE, hash="sha256:" + "0" * 64),)
 ANSWER = json.dumps({"usage": {"prompt_tokens": 4, "completion_tokens": 2}}).encode()
 ROUTE = ModelRoute(
-    name="m",
+    model=served_model(most=1),
     status=ModelStatus.READY,
-    policy="load_aware",
-    max_concurrent_requests=1,
     max_model_len=1024,
-    kvstore=False,
     replicas=(),
 )
 
@@ -139,19 +137,12 @@ class Platform:
             kv_capacity_tokens=100_000,
             draining=False,
             role=Role.UNIFIED,
+            told_at=0.0,
         )
-        return {"m": ServedModel(1024, {engine.name: stats for engine in self.engines})}
+        return {"m": ServedModel(max_model_len=1024, engines={e.name: stats for e in self.engines})}
 
     async def execute(self, call: LineCall) -> LineAnswer:
-        line = LineRequest(
-            owner=call.owner,
-            path=call.path,
-            body=dict(call.body),
-            request_id=call.request_id,
-            engine=call.engine,
-            timeout_s=30,
-        )
-        status, body = await self.endpoint.complete(line)
+        status, body = await self.endpoint.complete(call.model_copy(update={"timeout_s": 30}))
         return LineAnswer(outcome(status, body), status, body)
 
 

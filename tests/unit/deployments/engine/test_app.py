@@ -9,7 +9,7 @@ from vllm.config import CacheConfig
 from vllm.v1.worker.utils import request_memory
 
 from loomserve.deployments.engine.app import _engine_options, _environment, front_end_of
-from loomserve.platform.config import Device, Model
+from loomserve.platform.config import Device, Model, Server
 from loomserve.platform.engine.options.known import of_engine
 from loomserve.platform.fleet.messages import EngineSpec
 from loomserve.platform.scheduling.options import SchedulerOptions
@@ -26,7 +26,7 @@ def spec_of(model: Model, *devices: Device) -> EngineSpec:
         devices=devices,
         path="org/m",
         internal_token="t",
-        drain_timeout_s=1,
+        server=Server(drain_timeout_s=1),
         kv_transfer_config=None,
         lending=None,
         scheduling=SchedulerOptions(),

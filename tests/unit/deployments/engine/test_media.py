@@ -17,7 +17,7 @@ from vllm.connections import HTTPConnection
 from vllm.multimodal.media import MediaConnector
 
 from loomserve.deployments.engine.app import _engine_options, _environment
-from loomserve.platform.config import Device, Model
+from loomserve.platform.config import Device, Model, Server
 from loomserve.platform.fleet.messages import EngineSpec
 from loomserve.platform.scheduling.options import SchedulerOptions
 
@@ -77,8 +77,7 @@ def connector(
         devices=(Device(name="gpu0", kind="cuda", gpu=0),),
         path="m",
         internal_token="t",
-        drain_timeout_s=1,
-        media_hosts=hosts,
+        server=Server(media_hosts=hosts),
         kv_transfer_config=None,
         scheduling=SchedulerOptions(),
         lending=None,

@@ -10,8 +10,10 @@ from starlette.types import Message, Receive, Send
 
 from loomserve.deployments.gateway.answering import Answering, ForwardRequest
 from loomserve.platform.base.errors import RequestError
-from loomserve.platform.fleet.messages import ReplicaRoute
+from loomserve.platform.fleet.messages import ModelRoute, ReplicaRoute
 from loomserve.platform.run.engine_address import EngineAddress
+from loomserve.platform.state import ModelStatus
+from tests.unit.platform.fleet.heartbeats import served_model
 
 Answer = Sequence[Message] | RequestError
 Behave = Callable[[ForwardRequest], Awaitable[Answer]]
@@ -32,13 +34,8 @@ async def good(request: ForwardRequest) -> Answer:
 
 def one_model() -> Any:
     """Routes that lead each request to one model, ``m``."""
-    route = SimpleNamespace(
-        name="m",
-        asked="m",
-        adapter=None,
-        predictor=None,
-        max_concurrent_requests=9,
-        max_model_len=None,
+    route = ModelRoute(
+        model=served_model(), status=ModelStatus.READY, max_model_len=None, replicas=()
     )
     return SimpleNamespace(choose=lambda fields, key, preferred=None: route)
 

@@ -24,6 +24,7 @@ from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import ModelStatus
 from tests.unit.deployments.gateway.engines import AnsweringEngines
 from tests.unit.deployments.gateway.test_routes import asked, route
+from tests.unit.platform.fleet.heartbeats import served_model
 
 ALIASES = {
     "canary": Alias(models={"a": 95, "b": 5}),
@@ -216,9 +217,9 @@ async def sent(body: dict[str, Any], engines: AnsweringEngines, *routes: ModelRo
     metrics = GatewayMetrics(CollectorRegistry())
     meter: Any = Nothing()
     endpoint = ClientEndpoint(
+        Server(max_sequences=8),
         *(Table(*routes).routes, engines, LengthPredictions(metrics), metrics, meter),
         isolates_tenants=False,
-        max_sequences=8,
     )
     state = {"body": json.dumps(body).encode(), "request_id": "q"}
 
@@ -241,7 +242,7 @@ def test_the_engine_is_asked_for_the_model_and_gets_all_else_as_it_came() -> Non
 
 
 def test_limits_are_those_of_the_model() -> None:
-    wide = route("b").model_copy(update={"max_concurrent_requests": 100})
+    wide = route("b").model_copy(update={"model": served_model("b", 100)})
     body = {"model": "off", "messages": [], "n": 2}
     with pytest.raises(BadRequest, match="model 'a' gives 1"):
         asyncio.run(sent(body, AnsweringEngines(), route("a"), wide))

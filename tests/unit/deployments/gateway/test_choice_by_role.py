@@ -33,7 +33,12 @@ def stats(role: Role, *, draining: bool = False) -> RoutingStats:
         measured_at=time.monotonic(),
     )
     return RoutingStats(
-        load=load, max_running=4, kv_capacity_tokens=1000, draining=draining, role=role
+        load=load,
+        max_running=4,
+        kv_capacity_tokens=1000,
+        draining=draining,
+        role=role,
+        told_at=0.0,
     )
 
 

@@ -39,14 +39,14 @@ from tests.unit.deployments.gateway.engines import (
     replica_route,
 )
 from tests.unit.deployments.gateway.test_waiting import Controller, run
-from tests.unit.platform.fleet.heartbeats import FRONT_END
+from tests.unit.platform.fleet.heartbeats import FRONT_END, served_model
 from tests.unit.platform.requests.forms import a_form
 
 PATHS = sorted(ENDPOINTS)
 MOST = 8
 ROUTE = ModelRoute(
-    name="m", status=ModelStatus.READY, policy="load_aware", kvstore=False,
-    max_concurrent_requests=6, max_model_len=None, replicas=(replica_route("r1"),),
+    model=served_model(most=6),
+    status=ModelStatus.READY, max_model_len=None, replicas=(replica_route("r1"),),
 )  # fmt: skip
 SERVER = Server(
     api_keys=(
@@ -66,15 +66,15 @@ class Gateway:
         self.engines = AnsweringEngines(self._compute)
         registry = CollectorRegistry()
         routes = ModelRoutes(lambda _: True)
-        two = ROUTE.model_copy(update={"name": "n"})
+        two = ROUTE.model_copy(update={"model": served_model("n", 6)})
         routes.apply([ROUTE, two], {"as-m": Alias(models={"m": 1})})
         lengths: Any = SimpleNamespace(predict=self._predict)
         self.usage = UsageMeter(UsageMetrics(CollectorRegistry()), UsageFiles(folder))
         clients = ClientEndpoint(
+            Server(max_sequences=MOST),
             *(routes, self.engines, lengths, GatewayMetrics(registry)),
             TokenMeter(KeyMetrics(registry), folder / "tokens.json"),
             isolates_tenants=True,
-            max_sequences=MOST,
             usage=self.usage,
         )
         app = DirectPosts(

@@ -21,6 +21,7 @@ from loomserve.platform.models import simulated
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import ModelStatus
 from loomserve.routers.in_flight import InFlight
+from tests.unit.platform.fleet.heartbeats import served_model
 from tests.unit.platform.front_end.engine.peer import PeerEngine
 from tests.waiting import PATIENCE_S
 
@@ -48,8 +49,8 @@ async def first_answer(options: dict[str, Any], folder: Path) -> tuple[str, list
 
     registry = CollectorRegistry()
     route = ModelRoute(
-        name="m", status=ModelStatus.LOADING, policy="load_aware", max_concurrent_requests=9,
-        max_model_len=None, kvstore=False,
+        model=served_model(),
+        status=ModelStatus.LOADING, max_model_len=None,
         front_end=FrontEndSpec(
             path=str(simulated.fetch()), engine_options={**OPTIONS, **options}
         ),

@@ -16,7 +16,7 @@ from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequ
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
 from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.base.errors import BadRequest
-from loomserve.platform.config import ApiKey
+from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.lengths.predict.prediction import LengthQuery, Prediction
 from loomserve.platform.lengths.service import Predicted
@@ -29,6 +29,7 @@ from tests.unit.deployments.gateway.engines import (
     answered,
     replica_route,
 )
+from tests.unit.platform.fleet.heartbeats import served_model
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "chat", "messages": [{"role": "user", "content": "hi"}]}
@@ -78,9 +79,8 @@ def asked(
         return messages[:-1] if client_leaves else messages
 
     route = ModelRoute(
-        name="chat", status=ModelStatus.READY, policy="load_aware",
-        max_concurrent_requests=2, max_model_len=10, kvstore=False, predictor="chat-v1",
-        replicas=(replica_route("r1"),),
+        model=served_model("chat", 2, lengths={"predictor": "chat-v1"}),
+        status=ModelStatus.READY, max_model_len=10, replicas=(replica_route("r1"),),
     )  # fmt: skip
     routes: Any = SimpleNamespace(choose=lambda fields, key, preferred=None: route)
     lengths: Any = Lengths(predicts=predicts, has_learnt=has_learnt)
@@ -88,9 +88,9 @@ def asked(
     registry = CollectorRegistry()
     meter = TokenMeter(KeyMetrics(registry), Path("/nowhere"))
     endpoint = ClientEndpoint(
+        Server(),
         *(routes, engines, lengths, GatewayMetrics(registry), meter),
         isolates_tenants=False,
-        max_sequences=128,
     )
     collected = CollectedAnswer()
     given = {"body": json.dumps(body).encode(), "request_id": "1", **state}

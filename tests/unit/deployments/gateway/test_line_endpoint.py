@@ -15,7 +15,7 @@ from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.errors import Forbidden
 from loomserve.platform.batch.executor import LineOutcome
-from loomserve.platform.config import ApiKey, Server
+from loomserve.platform.config import ApiKey, Model, Server
 from loomserve.platform.fleet.messages import LineRequest, ModelRoute
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.scheduling.policy.hints import DEADLINE, is_background
@@ -31,12 +31,9 @@ from tests.unit.platform.tracing.spans import Spans, attributes, id_of
 
 KEYS = (ApiKey(name="alice", hash="sha256:" + "0" * 64),)
 ROUTE = ModelRoute(
-    name="m",
+    model=Model(name="m", source="demo", devices=("core0",), max_concurrent_requests=1),
     status=ModelStatus.READY,
-    policy="load_aware",
-    max_concurrent_requests=1,
     max_model_len=1000,
-    kvstore=True,
     replicas=tuple(replica_route(name) for name in ("r1", "r2", "r3")),
 )
 

@@ -31,12 +31,13 @@ from loomserve.platform.run.sockets import PlatformConnector
 from loomserve.platform.state import ModelStatus
 from loomserve.routers.in_flight import InFlight
 from tests.unit.deployments.gateway.engines import replica_route
+from tests.unit.platform.fleet.heartbeats import served_model
 
 pytestmark = pytest.mark.anyio
 
 ROUTE = ModelRoute(
-    name="chat", status=ModelStatus.READY, policy="load_aware",
-    max_concurrent_requests=1, max_model_len=10, kvstore=False,
+    model=served_model("chat", 1),
+    status=ModelStatus.READY, max_model_len=10,
     replicas=tuple(replica_route(id, address=id) for id in ("there", "gone")),
 )  # fmt: skip
 

@@ -33,7 +33,12 @@ def busy() -> RoutingStats:
         measured_at=time.monotonic(),
     )
     return RoutingStats(
-        load=load, max_running=4, kv_capacity_tokens=1000, draining=False, role=Role.UNIFIED
+        load=load,
+        max_running=4,
+        kv_capacity_tokens=1000,
+        draining=False,
+        role=Role.UNIFIED,
+        told_at=0.0,
     )
 
 

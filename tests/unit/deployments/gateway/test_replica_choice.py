@@ -44,6 +44,7 @@ def stats(
         kv_capacity_tokens=10_000,
         draining=draining,
         role=Role.UNIFIED,
+        told_at=0.0,
     )
 
 

@@ -34,13 +34,14 @@ from tests.unit.deployments.gateway.engines import (
     good,
     replica_route,
 )
+from tests.unit.platform.fleet.heartbeats import served_model
 from tests.unit.platform.requests.test_client_body import NASTY
 
 pytestmark = pytest.mark.anyio
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ROUTE = ModelRoute(
-    name="m", status=ModelStatus.READY, policy="load_aware", kvstore=False,
-    max_concurrent_requests=130, max_model_len=8192,
+    model=served_model(most=130),
+    status=ModelStatus.READY, max_model_len=8192,
     replicas=(replica_route("r1"),),
 )  # fmt: skip
 SERVER = Server(
@@ -70,10 +71,10 @@ def platform(
     lengths: Any = NoLengths()
     registry = CollectorRegistry()
     clients = ClientEndpoint(
+        Server(),
         *(routes, engines, lengths, GatewayMetrics(registry)),
         TokenMeter(KeyMetrics(registry), Path("/nowhere")),
         isolates_tenants=True,
-        max_sequences=128,
         sequences=ModelMeter(counts),
     )
     app = DirectPosts(

@@ -23,18 +23,16 @@ from loomserve.platform.config import ApiKey
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.state import ModelStatus
 from tests.unit.deployments.gateway.engines import replica_route
+from tests.unit.platform.fleet.heartbeats import served_model
 
 NARROW = ApiKey(name="narrow", hash="sha256:" + "0" * 64, models=("chat",))
 
 
 def route(name: str, status: ModelStatus = ModelStatus.READY, replicas: int = 1) -> ModelRoute:
     return ModelRoute(
-        name=name,
+        model=served_model(name, 1),
         status=status,
-        policy="load_aware",
-        max_concurrent_requests=1,
         max_model_len=10,
-        kvstore=False,
         replicas=tuple(replica_route(f"{n}") for n in range(replicas)),
     )
 
@@ -196,7 +194,9 @@ def test_load_balancers_keep_a_gateway_while_one_model_answers() -> None:
 def test_clients_of_a_model_that_has_failed_are_not_told_to_try_again() -> None:
     routes = ModelRoutes(lambda model: True)
     failed = route("gone", ModelStatus.FAILED, replicas=0)
-    routes.apply([failed, failed.model_copy(update={"name": "away", "on_demand": True})])
+    routes.apply(
+        [failed, failed.model_copy(update={"model": served_model("away"), "on_demand": True})]
+    )
     with pytest.raises(Unavailable, match="ask the operator") as raised:
         routes.find("gone", None)
     assert raised.value.headers() == {}

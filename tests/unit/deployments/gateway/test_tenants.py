@@ -42,9 +42,9 @@ class Gateway:
         lengths: Any = SimpleNamespace(predict=self._predict)
         server = Server(api_keys=(ALICE, BOB))
         self.clients = ClientEndpoint(
+            Server(),
             *(routes, self.engines, lengths, GatewayMetrics(registry), meter),
             isolates_tenants=isolates_tenants,
-            max_sequences=128,
         )
         self.lines = LineEndpoint(
             *(server, LiveKeys(server), meter, routes, self.engines),

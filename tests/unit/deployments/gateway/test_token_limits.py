@@ -16,7 +16,7 @@ from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequ
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
 from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.base.errors import EngineGone, TooManyRequests, Unavailable
-from loomserve.platform.config import ApiKey
+from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.http.held_answer import COMMENT
 from loomserve.platform.requests.metrics import GatewayMetrics
 from tests.unit.deployments.gateway.engines import AnsweringEngines, one_model
@@ -83,13 +83,13 @@ class Gateway:
         lengths: Any = SimpleNamespace(predict=_nothing)
         self.engine = Engine(self)
         self.endpoint = ClientEndpoint(
+            Server(),
             routes,
             self.engine,
             lengths,
             GatewayMetrics(self.registry),
             meter,
             isolates_tenants=False,
-            max_sequences=128,
         )
 
     async def ask(self, key: ApiKey, max_tokens: int = 5, **fields: Any) -> CollectedAnswer:

@@ -46,9 +46,9 @@ class Gateway:
         server = Server(api_keys=(ALICE,))
         lengths: Any = SimpleNamespace(predict=_nothing)
         self.clients = ClientEndpoint(
+            Server(),
             *(routes, engines, lengths, GatewayMetrics(registry), meter),
             isolates_tenants=False,
-            max_sequences=128,
             usage=self.usage,
         )
         self.lines = LineEndpoint(

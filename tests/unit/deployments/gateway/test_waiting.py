@@ -20,12 +20,12 @@ from loomserve.platform.http.held_answer import COMMENT
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import ModelStatus
-from tests.unit.platform.fleet.heartbeats import FRONT_END
+from tests.unit.platform.fleet.heartbeats import FRONT_END, served_model
 from tests.waiting import PATIENCE_S
 
 ROUTE = ModelRoute(
-    name="m", status=ModelStatus.UNLOADED, on_demand=True, policy="load_aware",
-    max_concurrent_requests=9, max_model_len=None, kvstore=False, replicas=(),
+    model=served_model(),
+    status=ModelStatus.UNLOADED, on_demand=True, max_model_len=None, replicas=(),
 )  # fmt: skip
 
 TALKATIVE = Elastic(comment_s=0.01)

@@ -15,8 +15,8 @@ from loomserve.platform.batch.executor import (
     LineAnswer,
     LineCall,
     LineOutcome,
-    ServedModel,
 )
+from loomserve.platform.fleet.messages import ServedModel
 from tests.unit.platform.batch.test_lane import Bench, Engines, hurry, request, until
 
 LINES = 200
@@ -39,8 +39,8 @@ class Several(Engines):
         engines = served["m"].engines
         models: dict[str, Any] = {
             name: ServedModel(
-                1024,
-                {} if name in self.away else {f"e-{name}": engines["e"]},
+                max_model_len=1024,
+                engines={} if name in self.away else {f"e-{name}": engines["e"]},
                 on_demand=self.on_demand,
             )
             for name in ("a", "b")

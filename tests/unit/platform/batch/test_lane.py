@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from loomserve.platform.batch.executor import (
     LineCall,
     LineOutcome,
     QueuedModel,
-    ServedModel,
 )
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.lane import BatchLane
@@ -34,6 +32,7 @@ from loomserve.platform.batch.policy.objects import INPUT, BatchRecord, FileReco
 from loomserve.platform.batch.policy.status import ENDED, BatchStatus
 from loomserve.platform.batch.store.store import BatchStore
 from loomserve.platform.config import Batch
+from loomserve.platform.fleet.messages import ServedModel
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import Role
 from loomserve.routers.snapshot import RoutingStats
@@ -79,8 +78,9 @@ class Engines:
             kv_capacity_tokens=1_000_000,
             draining=False,
             role=Role.UNIFIED,
+            told_at=0.0,
         )
-        return {"m": ServedModel(1024, {"e": stats})}
+        return {"m": ServedModel(max_model_len=1024, engines={"e": stats})}
 
     async def execute(self, call: LineCall) -> LineAnswer:
         self.calls[call.body["prompt"]] += 1
@@ -453,7 +453,7 @@ def test_a_models_predictor_is_asked_once_for_each_batch(tmp_path: Path) -> None
         async def models(self) -> Any:
             served = await super().models()
             assert served is not None
-            return {"m": replace(served["m"], predictor="of-m")}
+            return {"m": served["m"].model_copy(update={"predictor": "of-m"})}
 
     asked: list[tuple[str, str, str]] = []
 
@@ -492,7 +492,7 @@ def test_one_line_has_a_model_come_and_the_others_follow_once_it_is_there(tmp_pa
             assert served is not None
             if self.came:
                 return served
-            return {"m": ServedModel(None, {}, on_demand=True)}
+            return {"m": ServedModel(max_model_len=None, engines={}, on_demand=True)}
 
         async def execute(self, call: LineCall) -> LineAnswer:
             if self.came:

@@ -15,6 +15,7 @@ from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import Heartbeat
 from loomserve.platform.state import FootprintState, LentState, Presence, ReplicaLoad
 from tests.unit.platform.fleet.heartbeats import COLD, DEVICES, report
+from tests.unit.platform.fleet.heartbeats import footprint as size
 
 IDLE = Idle(sleep_after_s=30, unload_after_s=60)
 MODEL = Model(name="m", source="demo", devices=("core0", "core1"), idle=IDLE)
@@ -48,10 +49,9 @@ class Watched:
 
 
 def footprint(memory: int, measured_at: float, dropped: int = 0) -> FootprintState:
-    return FootprintState(
-        layers=1, layer_bytes=1, kv_heads=1, block_bytes=1, block_tokens=1, memory_bytes=memory,
-        dropped_bytes=dropped, memory_measured_at=measured_at, start_s=7.0, ready_at=0.0,
-    )  # fmt: skip
+    return size(
+        memory_bytes=memory, dropped_bytes=dropped, memory_measured_at=measured_at, start_s=7.0
+    )
 
 
 def test_one_that_is_ready_is_as_large_as_it_can_be_and_idle_since_its_last_request() -> None:

@@ -15,13 +15,14 @@ from loomserve.platform.elastic.metrics import WaitingMetrics
 from loomserve.platform.elastic.waiting_room import WaitingRoom
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.state import ModelStatus
+from tests.unit.platform.fleet.heartbeats import served_model
 from tests.waiting import PATIENCE_S
 
 
 def route(status: ModelStatus, *, on_demand: bool = True) -> ModelRoute:
     return ModelRoute(
-        name="m", status=status, on_demand=on_demand, policy="load_aware",
-        max_concurrent_requests=9, max_model_len=None, kvstore=False, replicas=(),
+        model=served_model(),
+        status=status, on_demand=on_demand, max_model_len=None, replicas=(),
     )  # fmt: skip
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from loomserve.platform.config import Device, Model
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import FrontEndSpec, Heartbeat
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.state import (
     BorrowingState,
+    FootprintState,
     LoanState,
     ModelStatus,
     ReplicaLoad,
@@ -18,6 +21,12 @@ from loomserve.routers.snapshot import RoutingStats
 FRONT_END = FrontEndSpec(path="demo", engine_options={})
 DEVICES = (Device(name="core0", cores=(0,)), Device(name="core1", cores=(1,)))
 MODEL = Model(name="org/m", source="demo", devices=("core0", "core1"))
+
+
+def served_model(name: str = "m", most: int = 9, **changes: Any) -> Model:
+    """One that keeps nothing in a KV store, and takes so many sequences at once."""
+    given = {"source": "demo", "devices": ("core0",), "kvstore": False, **changes}
+    return Model(name=name, max_concurrent_requests=most, **given)
 
 
 def fleet(target: int = 2) -> Fleet:
@@ -38,6 +47,13 @@ def report(replica: str = "r0", device: str = "core0", **changes: object) -> Hea
              "role": Role.UNIFIED, "told_at": 0.0}  # fmt: skip
     stats |= {name: changes.pop(name) for name in (*stats, "load") if name in changes}
     return Heartbeat(**{**values, **changes}, stats=RoutingStats(**stats))
+
+
+def footprint(**changes: object) -> FootprintState:
+    values = {"layers": 1, "layer_bytes": 1, "kv_heads": 1, "block_bytes": 1, "block_tokens": 1,
+              "memory_bytes": 1, "memory_measured_at": 0.0, "start_s": 5.0,
+              "ready_at": 0.0}  # fmt: skip
+    return FootprintState.model_validate({**values, **changes})
 
 
 def status(of: Fleet, now: float) -> ModelStatus:

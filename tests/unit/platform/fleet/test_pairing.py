@@ -9,15 +9,41 @@ from loomserve.platform.config import Model
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.lending_pairs import lending_options
 from loomserve.platform.fleet.messages import Heartbeat
-from loomserve.platform.fleet.pairing import PairingReplica, paired
-from loomserve.platform.state import ReplicaLoad
-from tests.unit.platform.fleet.heartbeats import DEVICES, report
+from loomserve.platform.fleet.pairing import paired
+from loomserve.platform.fleet.snapshot import Drains, FleetModel, ModelRecord, ReplicaRecord
+from loomserve.platform.state import BorrowingState, Presence, ReplicaLoad
+from tests.unit.platform.fleet.heartbeats import DEVICES, loan, report
 
 
-def seat(name: str, usage: float = 0.0, idle_s: float = 60.0, **rest: object) -> PairingReplica:
-    given = {"model": name, "device": "core0" if name < "m" else "core1", "node": "n"}
-    given |= {"waiting": 0, **rest}
-    return PairingReplica(id=name, usage=usage, idle_s=idle_s, **given)  # type: ignore[arg-type]
+def seat(
+    name: str,
+    usage: float = 0.0,
+    idle_s: float = 60.0,
+    waiting: int = 0,
+    device: str = "",
+    node: str = "n",
+    model: str = "",
+    requests_away: int = 0,
+    may_lend: bool = True,
+) -> FleetModel:
+    """A model with one replica."""
+    of = Model(name=model or name, source="demo", devices=("core0", "core1", "core2"))
+    load = ReplicaLoad(
+        running=0, waiting=waiting, kv_cache_usage=usage, step_time_s=0, measured_at=0,
+        idle_s=idle_s,
+    )  # fmt: skip
+    blocks = {"own_blocks": 100_000, "own_free_blocks": round(100_000 * (1 - usage))}
+    loans = [loan("r").model_copy(update={"requests": requests_away})] if requests_away else []
+    said = BorrowingState.model_validate(
+        {**blocks, "loans": loans, "broken": {}, "problems": {}, "switched_off": ()}
+    )
+    told = report(
+        name, device or ("core0" if name < "m" else "core1"), model=of, address=f"{name}.{node}",
+        load=load, borrowing=said,
+    )  # fmt: skip
+    stays = Presence.READY if may_lend else Presence.ASLEEP
+    record = ModelRecord(of, 1, presence=stays)
+    return FleetModel(record, (ReplicaRecord(told, 0.0, Drains()),))
 
 
 HOT = seat("hot", 0.95, 0.0, waiting=4)
@@ -70,9 +96,9 @@ def test_a_pair_stays_until_neither_needs_it() -> None:
 
 seats = st.lists(
     st.builds(
-        PairingReplica,
-        id=st.sampled_from("abcdefgh"),
-        model=st.sampled_from("mnopq"),
+        seat,
+        name=st.sampled_from("abcdefgh"),
+        model=st.sampled_from("ijklm"),
         device=st.sampled_from(["core0", "core1", "core2"]),
         node=st.sampled_from(["n", "n", "o"]),
         usage=st.floats(0, 1),
@@ -81,25 +107,28 @@ seats = st.lists(
         requests_away=st.integers(0, 1),
         may_lend=st.booleans(),
     ),
-    unique_by=lambda each: each.id,
+    unique_by=lambda each: each.replicas[0].id,
 )
 
 
 @given(seats, st.dictionaries(st.sampled_from("abcdefgh"), st.sampled_from("abcdefgh")))
 def test_each_is_in_one_pair_and_a_second_look_changes_nothing(
-    replicas: list[PairingReplica], before: dict[str, str]
+    seated: list[FleetModel], before: dict[str, str]
 ) -> None:
-    found = paired(replicas, before)
+    # Replicas of one model are of one record.
+    records = {each.name: each.record for each in seated}
+    models = [FleetModel(records[each.name], each.replicas) for each in seated]
+    found = paired(models, before)
     assert len({*found, *found.values()}) == 2 * len(found)
-    by_id = {each.id: each for each in replicas}
+    by_id = {model.replicas[0].id: model for model in models}
     for borrower, lender in found.items():
-        one, other = by_id[borrower], by_id[lender]
+        (one,), (other,) = by_id[borrower].replicas, by_id[lender].replicas
         assert one.device != other.device
         assert one.node == other.node
-        assert one.model != other.model
-        assert other.may_lend
-    assert paired(replicas, found) == found
-    assert paired(replicas[::-1], before) == found
+        assert one.model.name != other.model.name
+        assert by_id[lender].record.stays
+    assert paired(models, found) == found
+    assert paired(models[::-1], before) == found
 
 
 MODELS = {

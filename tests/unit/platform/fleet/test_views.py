@@ -84,16 +84,19 @@ def test_a_failure_shows_only_while_nothing_answers() -> None:
 
 def test_the_batch_lane_hears_of_live_replicas_as_they_will_be() -> None:
     some = fleet()
-    assert some.views.engines(0).models["org/m"].replicas == ()
+    assert some.views.engines(0).models["org/m"].engines == {}
     some.report(report("r0"), 1)
     some.report(report("r1", "core1"), 1)
     some.registry.set_draining("r1", True)
     model = some.views.engines(1).models["org/m"]
     assert model.max_model_len == 64
-    assert {peer.id: peer.stats.draining for peer in model.replicas} == {"r0": False, "r1": True}
-    assert some.views.engines(1 + HEARTBEAT_EXPIRES_S).models["org/m"].replicas == ()
+    assert {id_: stats.draining for id_, stats in model.engines.items()} == {
+        "r0": False,
+        "r1": True,
+    }
+    assert some.views.engines(1 + HEARTBEAT_EXPIRES_S).models["org/m"].engines == {}
     some.registry.begin_unload("org/m", 60)
-    assert some.views.engines(1).models["org/m"].replicas == ()
+    assert some.views.engines(1).models["org/m"].engines == {}
 
 
 def test_the_batch_lane_hears_what_predicts_a_models_lengths() -> None:

@@ -13,14 +13,14 @@ from loomserve.platform.config import Device
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import Heartbeat
+from loomserve.platform.fleet.rates import Rates, sums_of
 from loomserve.platform.placement.policy.device_times import (
     DeviceProfile,
     MeasuredDevice,
     MeasuredLink,
 )
-from loomserve.platform.rebalancing.observe import PROFILE, measured, sums_of
+from loomserve.platform.rebalancing.observe import PROFILE, measured
 from loomserve.platform.rebalancing.policy.measured import Measured, Unfit, flaws
-from loomserve.platform.rebalancing.policy.rates import Rates
 from loomserve.platform.rebalancing.policy.snapshot import MoveKind, Snapshot
 from loomserve.platform.state import (
     FootprintState,
@@ -91,29 +91,26 @@ def seen(
     **changes: object,
 ) -> Measured:
     """What is seen of these replicas after they have worked for a while."""
-    fleet, rates = Fleet(devices, drain_timeout_s=60), Rates(10.0)
+    fleet = Fleet(devices, drain_timeout_s=60)
     for model in {each.model.name: each.model for each in reports}.values():
         fleet.registry.add(model, 1)
     for step in (0.0, seconds):
         for each in reports:
             at_s = NOW - seconds + step
             given = with_(each, load(at_s, step, **changes), made or footprint())
+            assert sums_of(given) is not None
             fleet.report(told(given, at_s), at_s)
-            sums = sums_of(given)
-            assert sums is not None
-            rates.take(each.replica_id, *sums)
     for lender, most in (limits or {}).items():
         fleet.loans.limit("h0", lender, most)
-    return now_measured(fleet, rates, profile, devices)
+    return now_measured(fleet, profile, devices)
 
 
 def now_measured(
     fleet: Fleet,
-    rates: Rates,
     profile: DeviceProfile | None = PROFILED,
     devices: tuple[Device, ...] = DEVICES,
 ) -> Measured:
-    return measured(fleet, devices, rates, profile, at_s=NOW, monotonic_s=NOW, changed_at_s=0)
+    return measured(fleet, devices, profile, at_s=NOW, monotonic_s=NOW, changed_at_s=0)
 
 
 def snapshot(measured: Measured) -> Snapshot:
@@ -201,15 +198,14 @@ def test_a_pipelines_work_and_memory_lie_on_its_devices_by_layers() -> None:
 
 
 def test_one_more_replica_of_a_model_would_be_without_work() -> None:
-    fleet, rates = Fleet(DEVICES, drain_timeout_s=60), Rates(10.0)
+    fleet = Fleet(DEVICES, drain_timeout_s=60)
     fleet.registry.add(MODEL, 1)
     for at_s in (0.0, 10.0):
         for each in (report("r0"), report("r1", "core1")):
             given = with_(each, load(NOW - 10 + at_s, at_s), footprint())
             fleet.report(told(given, NOW - 10 + at_s), NOW - 10 + at_s)
-            rates.take(given.replica_id, *(sums_of(given) or (0, {})))
     fleet.registry.set_target("org/m", 2)
-    whole = snapshot(now_measured(fleet, rates))
+    whole = snapshot(now_measured(fleet))
     (model,) = whole.models
     assert model.replica is not None
     assert (model.replica.compute, model.replica.kv_used_bytes, model.start_s) == (0, 0, 20)
@@ -239,7 +235,7 @@ def test_an_engine_without_measurements_has_no_sums() -> None:
 def test_a_model_whose_replicas_are_missing_makes_the_snapshot_partial() -> None:
     fleet = Fleet(DEVICES, drain_timeout_s=60)
     fleet.registry.add(MODEL, 2)
-    found = now_measured(fleet, Rates(10))
+    found = now_measured(fleet)
     assert found.snapshot is not None
     assert [each.why for each in flaws(found.snapshot, Rebalancing())] == [Unfit.PARTIAL]
 

@@ -17,7 +17,6 @@ from loomserve.platform.config import Model
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.rebalancing.controller import Rebalancer
-from loomserve.platform.rebalancing.observe import scaled_models
 from loomserve.platform.rebalancing.plans.reports import (
     EventKind,
     Kept,
@@ -27,10 +26,9 @@ from loomserve.platform.rebalancing.plans.reports import (
 from loomserve.platform.rebalancing.plans.store import PlanStore
 from loomserve.platform.rebalancing.policy.actions import AddReplica, RemoveReplica
 from loomserve.platform.rebalancing.policy.measured import Measured
-from loomserve.platform.rebalancing.policy.rates import Rates
 from loomserve.platform.rebalancing.scaler import Scaler
-from loomserve.platform.state import FootprintState, Presence, ReplicaLoad
-from tests.unit.platform.fleet.heartbeats import DEVICES, report
+from loomserve.platform.state import Presence, ReplicaLoad
+from tests.unit.platform.fleet.heartbeats import DEVICES, footprint, report
 
 pytestmark = pytest.mark.anyio
 
@@ -91,20 +89,16 @@ class World:
             load = ReplicaLoad(
                 running=running, waiting=0, kv_cache_usage=0.1, step_time_s=0.01, measured_at=0.0
             )
-            footprint = FootprintState(
-                layers=1, layer_bytes=1, kv_heads=1, block_bytes=1, block_tokens=1, memory_bytes=1,
-                memory_measured_at=self.now, start_s=3.0, ready_at=ready_at,
-            )  # fmt: skip
+            made = footprint(memory_measured_at=self.now, start_s=3.0, ready_at=ready_at)
             told = report(
                 id_, device, model=registry.record(NAME).model, load=load, told_at=self.now,
-                footprint=footprint, in_flight=running,
+                footprint=made, in_flight=running,
                 draining=known is not None and known.draining,
             )  # fmt: skip
             self.fleet.report(told, self.now)
 
     def observe(self, changed_at_s: float) -> Measured:
-        models = scaled_models(self.fleet.registry, Rates(10.0), self.now)
-        return Measured(None, (), models)
+        return Measured(None, (), self.fleet.registry.snapshot(self.now).scaled)
 
     @asynccontextmanager
     async def controller(self) -> AsyncIterator[Rebalancer]:
@@ -321,18 +315,13 @@ async def test_the_next_controller_goes_on_with_what_this_one_began(world: World
 
 
 async def test_what_was_too_few_is_known_to_the_next_controller(world: World) -> None:
-    measured = Rates(10.0)
     for second in range(11):
-        measured.take("on-core0", float(second), {"requests": 5.0 * second})
-
-    def observe(changed_at_s: float) -> Measured:
-        return Measured(None, (), scaled_models(world.fleet.registry, measured, world.now))
-
+        world.fleet.registry.rates.take("on-core0", float(second), {"requests": 5.0 * second})
     kept = Kept(mode="off", configured="off")
     for more in (True, False):
         scaler = Scaler(world.fleet, world.set_replicas, world.room_for, Rebalancing())
         one = Rebalancer(
-            Rebalancing(), PlanStore(world.folder), observe, {}, lambda: world.now, scaler
+            Rebalancing(), PlanStore(world.folder), world.observe, {}, lambda: world.now, scaler
         )
         world.running = {"core0": 7} if more else {}
         await world.run(one, 5 if more else 60)

@@ -77,6 +77,7 @@ def _report(one: ReplicaSeen) -> RoutingStats:
         kv_capacity_tokens=one.kv_capacity_tokens,
         draining=one.draining,
         role=one.role,
+        told_at=0.0,
     )
 
 

@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -206,7 +205,9 @@ def test_the_policy_is_the_configurations() -> None:
 
 
 def test_deadlines_are_the_ends_of_windows() -> None:
-    lines = [replace(call(f"{hours} h"), left_s=3600.0 * hours) for hours in (24, 1, 3, 2)]
+    lines = [
+        call(f"{hours} h").model_copy(update={"left_s": 3600.0 * hours}) for hours in (24, 1, 3, 2)
+    ]
 
     def batches(**rules: Any) -> list[list[str]]:
         return asyncio.run(batches_by(Batching(**rules), *lines))
@@ -231,7 +232,8 @@ def test_who_runs_together_follows_what_is_known_of_lengths_by_then() -> None:
             world.may_end.clear()
             blocker = asyncio.create_task(world.queue.execute(call("blocker")))
             await world.until(lambda: world.batches == [["blocker"]])
-            calls = [replace(call(f"{n}"), expected_tokens=lambda: expected) for n in range(6)]
+            update = {"expected_tokens": lambda: expected}
+            calls = [call(f"{n}").model_copy(update=update) for n in range(6)]
             asked = [asyncio.create_task(world.queue.execute(one)) for one in calls]
             await asyncio.sleep(0.05)
             expected = 20.0
@@ -437,9 +439,8 @@ def test_a_offline_models_lines_need_a_key_that_may_use_it_and_others_go_to_engi
         return ApiKey(name=name, hash=digest, models=models)
 
     def of(owner: str, model: str = "m") -> LineCall:
-        return LineCall(
-            owner, "/v1/completions", {"model": model}, owner, model, None, 60.0, lambda: 5, 0
-        )
+        update = {"owner": owner, "body": {"model": model}, "model": model, "engine": None}
+        return call(owner).model_copy(update=update)
 
     async def scenario() -> None:
         world = World()

@@ -247,7 +247,8 @@ def test_the_pace_of_the_last_minutes_says_when_a_batch_is_done() -> None:
 
 def stats(role: Role = Role.UNIFIED, **changes: object) -> RoutingStats:
     load = ReplicaLoad(running=3, waiting=0, kv_cache_usage=0.5, step_time_s=0.1, measured_at=100.0)
-    given = {"load": load, "max_running": 16, "kv_capacity_tokens": 1000, "draining": False}
+    given = {"load": load, "max_running": 16, "kv_capacity_tokens": 1000, "draining": False,
+             "told_at": 0.0}  # fmt: skip
     return RoutingStats.model_validate({**given, "role": role, **changes})
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from loomserve.platform.config import Elastic
 from loomserve.platform.elastic.policy.decide import decide
 from loomserve.platform.elastic.policy.snapshot import (
     HOST,
     ElasticDecision,
     ElasticModel,
-    ElasticRules,
     ElasticSnapshot,
     ModelDemand,
 )
 from loomserve.platform.state import Presence
 
-RULES = ElasticRules(residence_s=20, patience_s=60)
+RULES = Elastic(residence_s=20, wait_timeout_s=60)
 
 
 def model(name: str, presence: Presence = Presence.READY, **changes: Any) -> ElasticModel:

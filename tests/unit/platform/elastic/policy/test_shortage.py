@@ -6,13 +6,28 @@ import random
 
 import pytest
 
+from loomserve.platform.config import Model
 from loomserve.platform.elastic.policy.shortage import Holder, gives_back
+from loomserve.platform.fleet.snapshot import Drains, FleetModel, ModelRecord, ReplicaRecord
+from tests.unit.platform.fleet.heartbeats import footprint, report
+
+DEVICES = ("core0", "core1", "core2")
 
 
 def holder(
     name: str, size: int = 1, requests: int = 0, others: int = 0, *, may_go: bool = False
 ) -> Holder:
-    return Holder(name, f"model of {name}", size, requests, others, may_go)
+    """A replica beside idle ones of its model, which comes again when it is asked for, or not."""
+    start = "on_demand" if may_go else "now"
+    of = Model(name=name.replace(" ", "-"), source="demo", devices=DEVICES, start=start)
+    replicas = [
+        ReplicaRecord(told, 0.0, Drains())
+        for told in (
+            report(name, model=of, footprint=footprint(memory_bytes=size), in_flight=requests),
+            *(report(f"{name} {n}", f"core{n + 1}", model=of) for n in range(others)),
+        )
+    ]
+    return FleetModel(ModelRecord(of, len(replicas)), tuple(replicas)), replicas[0]
 
 
 # The cheaper one first.

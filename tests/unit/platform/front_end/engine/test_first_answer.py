@@ -20,6 +20,7 @@ from loomserve.platform.front_end.engine.answers.first_answer import (
 from loomserve.platform.front_end.routing import RoutingContext, routing_context
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.state import ModelStatus
+from tests.unit.platform.fleet.heartbeats import served_model
 from tests.waiting import PATIENCE_S
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -146,8 +147,8 @@ class Scene:
         )  # fmt: skip
         self.first.apply(
             ModelRoute(
-                name="m", status=status, policy="load_aware", max_concurrent_requests=9,
-                max_model_len=None, kvstore=False, replicas=replicas,
+                model=served_model(),
+                status=status, max_model_len=None, replicas=replicas,
             )
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loomserve.platform.config import Device, Model
+from loomserve.platform.config import Device, Model, Server
 from loomserve.platform.fleet.messages import LOANS_PATH, EngineSpec
 from loomserve.platform.lending.replica.agent import LoanAgent
 from loomserve.platform.scheduling.options import scheduler_options
@@ -38,7 +38,7 @@ def agent(engine: Engine, lending: LendingOptions | None) -> LoanAgent:
         devices=(Device(name="core0", kind="cpu", cores=(0,)),),
         path="/models/m",
         internal_token="secret",
-        drain_timeout_s=30,
+        server=Server(drain_timeout_s=30),
         kv_transfer_config=None,
         scheduling=scheduler_options(MODEL, None),
         lending=lending,

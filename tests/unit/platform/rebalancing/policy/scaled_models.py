@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loomserve.platform.config import Scaling
+from loomserve.platform.fleet.snapshot import Drains, FleetModel, ModelRecord, ReplicaRecord
 from loomserve.platform.rebalancing.policy.scaling import (
-    ScaledModel,
-    ScaledReplica,
     ScalingReason,
     ScalingWatch,
     carried_out,
@@ -18,24 +17,49 @@ from loomserve.platform.rebalancing.policy.scaling import (
     look,
 )
 from loomserve.platform.state import ReplicaLoad
+from tests.unit.platform.fleet.heartbeats import MODEL, footprint, report
 
 
-def replica(number: int = 0, **changes: Any) -> ScaledReplica:
-    measured = {"running": 0, "waiting": 0, "kv_cache_usage": 0.0, "step_time_s": 0.0,
-                "oldest_waiting_s": 0.0, "measured_at": 0.0}  # fmt: skip
-    load = ReplicaLoad.model_validate(
-        {name: changes.pop(name, value) for name, value in measured.items()}
-    )
-    figures = {"max_running": 10, "kv_share": 0.0, "ready_at_s": float(number), **changes}
-    return ScaledReplica(id=f"r{number}", device=f"d{number}", load=load, **figures)
+def replica(
+    number: int = 0, *, kv_share: float = 0.0, ready_at_s: float | None = None,
+    leaving: bool = False, **load: Any,
+) -> ReplicaRecord:  # fmt: skip
+    """One that runs at most ten requests at once; started when its number says, or then."""
+    measured = {"running": 0, "waiting": 0, "step_time_s": 0.0, "measured_at": 0.0, **load}
+    ready_at = float(number) if ready_at_s is None else ready_at_s
+    told = report(
+        f"r{number}", f"d{number}", max_running=10,
+        load=ReplicaLoad.model_validate({**measured, "kv_cache_usage": kv_share}),
+        footprint=footprint(ready_at=ready_at),
+    )  # fmt: skip
+    return ReplicaRecord(told, 0.0, Drains(leaving={f"r{number}"} if leaving else set()))
 
 
 def scaled(
-    *replicas: ScaledReplica, rules: dict[str, Any] | None = None, **changes: Any
-) -> ScaledModel:
+    *replicas: ReplicaRecord,
+    rules: dict[str, Any] | None = None,
+    target: int | None = None,
+    arrived_per_s: float | None = None,
+    start_s: float = 5.0,
+) -> FleetModel:
+    """So many devices as it may have replicas."""
     given = Scaling.model_validate({"min": 1, "max": 4, **(rules or {})})
-    figures = {"most": given.max, "target": len(replicas), "start_s": 5.0, **changes}
-    return ScaledModel(name="m", rules=given, replicas=replicas, **figures)
+    devices = tuple(f"d{number}" for number in range(given.max))
+    model = MODEL.model_copy(update={"name": "m", "devices": devices, "replicas": given})
+    rates = None if arrived_per_s is None else {"requests": arrived_per_s / len(replicas)}
+    return FleetModel(
+        ModelRecord(model, len(replicas) if target is None else target),
+        tuple(_started_in(each, start_s, rates) for each in replicas),
+    )
+
+
+def _started_in(
+    replica: ReplicaRecord, start_s: float, rates: dict[str, float] | None
+) -> ReplicaRecord:
+    assert replica.footprint is not None
+    size = replica.footprint.model_copy(update={"start_s": start_s})
+    told = replica.heartbeat.model_copy(update={"footprint": size})
+    return ReplicaRecord(told, replica.seen_at, replica.drains, rates)
 
 
 @dataclass
@@ -78,7 +102,7 @@ class MadeUpService:
         for rate in trace:
             self.run(seconds_each, lambda _, rate=rate: rate)  # type: ignore[misc]
 
-    def _model(self, serving: int, arriving: float) -> ScaledModel:
+    def _model(self, serving: int, arriving: float) -> FleetModel:
         ongoing = self.queue + min(arriving, self.per_s * serving)
         each = math.ceil(ongoing / max(serving, 1))
         replicas = [
@@ -91,7 +115,7 @@ class MadeUpService:
             arrived_per_s=arriving, start_s=self.start_s,
         )  # fmt: skip
 
-    def _carry_out(self, model: ScaledModel, replicas: int, reason: ScalingReason) -> None:
+    def _carry_out(self, model: FleetModel, replicas: int, reason: ScalingReason) -> None:
         self.changes.append((self.at_s, replicas, reason))
         more = replicas > model.kept
         self.watch = carried_out(self.watch, model, self.at_s, more=more)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loomserve.platform.config import Scaling
+from loomserve.platform.fleet.snapshot import FleetModel
 from loomserve.platform.rebalancing.policy.scaling import (
     ROOM,
-    ScaledModel,
     ScalingLook,
     ScalingReason,
     ScalingWatch,
@@ -29,7 +29,7 @@ from tests.unit.platform.rebalancing.policy.scaled_models import MadeUpService, 
 REQUESTS = {"target_ongoing_requests": 10}
 
 
-def looked(model: ScaledModel, seconds: float, watch: ScalingWatch | None = None) -> ScalingLook:
+def looked(model: FleetModel, seconds: float, watch: ScalingWatch | None = None) -> ScalingLook:
     """The last of a look a second at a model that stays as it is."""
     seen = look(watch or ScalingWatch(), model, 0.0)
     for second in range(1, int(seconds) + 1):

@@ -5,11 +5,31 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 
+from loomserve.platform.fleet.messages import Heartbeat
+
+
+def sums_of(report: Heartbeat) -> tuple[float, dict[str, float]] | None:
+    """The time of an engine's measurements, and its sums since it started; None: it has none."""
+    load = report.stats.load
+    if load is None or load.work is None:
+        return None
+    work = load.work
+    sums = {
+        "prefill": work.prefill_s,
+        "attention": work.attention_s,
+        "linear": work.linear_s,
+        "tokens": float(work.tokens),
+        "requests": float(load.requests),
+    }
+    for loan in report.loans:
+        sums[loan.name] = loan.service_share * loan.age_s
+    return load.measured_at, sums
+
 
 class Rates:
     """Rates of many engines' sums. An engine that is restarted has a new id."""
 
-    def __init__(self, window_s: float) -> None:
+    def __init__(self, window_s: float = 10.0) -> None:
         """Rates are taken over ``window_s``, half of which must have been seen."""
         self._window_s = window_s
         self._seen: dict[str, deque[tuple[float, Mapping[str, float]]]] = {}
