@@ -11,6 +11,7 @@ from ray import serve
 
 from loomserve.deployments.engine.deploy import (
     Handed,
+    applications,
     hand_to_serve,
     hand_to_serve_elsewhere,
     takes_long,
@@ -68,8 +69,7 @@ class ServeApps:
         )
 
     async def statuses(self) -> Mapping[str, Any]:
-        applications: Mapping[str, Any] = (await asyncio.to_thread(serve.status)).applications
-        return applications
+        return await asyncio.to_thread(applications)
 
     async def nodes(self) -> dict[str, LivingNode]:
         return await asyncio.to_thread(living_nodes)

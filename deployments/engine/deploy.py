@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
+from ray import serve
 
 from loomserve.deployments.engine.app import build_replica_app, front_end_of, run_replicas
 from loomserve.platform.base.errors import LoomserveError
@@ -18,9 +20,12 @@ from loomserve.platform.models.chat_files import choose_parsers, fetch_from_hub
 from loomserve.platform.nodes.resources import on_state
 
 _ONE_AT_A_TIME = threading.Lock()
-"""Serve notes for the whole process what it pickles by value while it makes a deployment, and a
-second thread that makes one then fails with "is not registered for pickle by value". In CPython
-3.11 two threads that parse Python at once may fail, too (``AST constructor recursion depth``)."""
+"""In CPython 3.11 two threads that parse Python at once may fail (``AST constructor recursion
+depth``)."""
+_PICKLES = threading.Lock()
+"""Serve notes for the whole process what it pickles by value while it makes a deployment's
+configuration, as it does for each that it has when it tells their states; a second thread that
+makes one then fails with "is not registered for pickle by value"."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,19 @@ def hand_to_serve(spec: EngineSpec, devices: Sequence[str], base: str) -> Handed
     try:
         with _ONE_AT_A_TIME:
             resolved = _resolved(spec, Path(base))
-            apps = {device: build_replica_app(resolved, device) for device in devices}
-            run_replicas(resolved, apps)
+            with _PICKLES:
+                apps = {device: build_replica_app(resolved, device) for device in devices}
+                run_replicas(resolved, apps)
     except LoomserveError as error:
         return Handed(problem=str(error))
     return Handed(front_end_of(resolved))
+
+
+def applications() -> Mapping[str, Any]:
+    """All of Serve's applications with their states, by name."""
+    with _PICKLES:
+        found: Mapping[str, Any] = serve.status().applications
+    return found
 
 
 hand_to_serve_elsewhere = ray.remote(num_cpus=0, max_retries=0, resources=on_state())(hand_to_serve)

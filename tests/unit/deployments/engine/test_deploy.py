@@ -6,12 +6,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve.config import RequestRouterConfig
 
 from loomserve.deployments.engine import deploy
-from loomserve.deployments.engine.deploy import Handed, hand_to_serve
+from loomserve.deployments.engine.deploy import Handed, applications, hand_to_serve
 from loomserve.platform.config import Device, Model
 from loomserve.platform.fleet.messages import EngineSpec
 from tests.unit.deployments.engine.test_app import spec_of
@@ -42,3 +44,21 @@ def test_several_models_are_handed_to_serve_at_once(handed: list[str]) -> None:
         results = list(pool.map(lambda name: hand_to_serve(spec, [name], "/"), names))
     assert sorted(handed) == sorted(names)
     assert all(isinstance(each, Handed) and each.problem is None for each in results)
+
+
+def test_states_of_applications_are_read_meanwhile(
+    handed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def status() -> SimpleNamespace:
+        RequestRouterConfig()  # as Serve makes of each deployment that it has
+        return SimpleNamespace(applications={})
+
+    monkeypatch.setattr(deploy.serve, "status", status)
+    names = [f"d{at}" for at in range(20)]
+    model = Model(name="m", source="org/m", devices=tuple(names))
+    spec = spec_of(model, *(Device(name=name, cores=(0,)) for name in names))
+    with ThreadPoolExecutor(4) as pool:
+        read = [pool.submit(applications) for _ in names]
+        results = list(pool.map(lambda name: hand_to_serve(spec, [name], "/"), names))
+        assert [each.result() for each in read] == [{}] * len(names)
+    assert [each.problem for each in results] == [None] * len(names)
