@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.harness import parser_of, percentile, run, spread
 from loomserve.platform.config import router
 
-POLICIES = tuple(router.POLICIES)
+POLICIES = tuple(router.ROUTING_POLICIES.own)
 REPLICAS = (10, 100, 1_000)
 TIMED: dict[str, tuple[str, dict[str, Any]]] = {
     "propose_s_64": ("propose", {"devices": 64, "a_node": 64, "least_gain": 0.05}),

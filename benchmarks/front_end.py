@@ -200,7 +200,7 @@ async def serve_bare(given: dict[str, Any]) -> None:
         ContinuationMetrics(CollectorRegistry()).of(MODEL),
     )
     await serving.start()
-    serving.set_replicas({"r1": EngineAddress(*given["engine"])})
+    serving.client.set_replicas({"r1": EngineAddress(*given["engine"])})
     app = await serving.server()
     sock = listen("127.0.0.1", 0)
     config = uvicorn.Config(app, http="httptools", log_level="warning", access_log=False)
@@ -218,7 +218,7 @@ async def serve(given: dict[str, Any]) -> None:
     from starlette.applications import Starlette
 
     from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
-    from loomserve.deployments.gateway.front_ends import ModelFrontEnds
+    from loomserve.deployments.gateway.request_dispatcher import RequestDispatcher
     from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
     from loomserve.platform.config import Elastic, Model, Server
     from loomserve.platform.fleet.messages import FrontEndSpec, ModelRoute, ReplicaRoute
@@ -235,8 +235,10 @@ async def serve(given: dict[str, Any]) -> None:
 
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
-    front_ends = ModelFrontEnds(
-        *("token", metrics, registry),
+    dispatcher = RequestDispatcher(
+        "token",
+        metrics,
+        registry,
         idle_timeout_s=60,
         ask_for=never_asked,
         elastic=Elastic(),
@@ -261,18 +263,21 @@ async def serve(given: dict[str, Any]) -> None:
             ),
         ),
     )
-    front_ends.set_models([route])
+    dispatcher.set_models([route])
     metrics.set_models({MODEL: ["r1"]})
     routes: Any = SimpleNamespace(choose=lambda fields, key: route)
     clients = ClientEndpoint(
         Server(max_sequences=1),
-        *(routes, front_ends, LengthPredictions(metrics), metrics),
+        routes,
+        dispatcher,
+        LengthPredictions(metrics),
+        metrics,
         TokenMeter(KeyMetrics(registry), Path(given["folder"]) / "tokens.json"),
         isolates_tenants=False,
     )
     app = ingress_middleware(
         DirectPosts(
-            {given["path"]: clients.at(given["path"])},
+            {given["path"]: clients},
             Starlette(exception_handlers=exception_handlers),
         ),
         Server(),

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pydantic import BaseModel, ConfigDict
-
+from loomserve.platform.config.policies import PolicyOptions
 from loomserve.routers.base import Candidates, Choice, Floats, Ints, Replica
 from loomserve.routers.in_flight import InFlight
 
@@ -75,10 +74,8 @@ class RoutingPolicy:
     Each front end of a model makes one. It reads no clock, and takes random numbers of its model.
     """
 
-    class Options(BaseModel):
+    class Options(PolicyOptions):
         """Reads ``router.options``; a policy that takes some has its own."""
-
-        model_config = ConfigDict(extra="forbid", frozen=True)
 
     def __init__(self, options: Any, model: RoutedModel) -> None:
         self.options, self.model = options, model

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from loomserve.platform.config.router import policy_class
+from loomserve.platform.config.router import ROUTING_POLICIES
 from loomserve.routers.base import Choice, Decision
 from loomserve.routers.policy import NodesKv, RoutedModel, RoutingPolicy
 from loomserve.routers.table import ReplicaTable
@@ -34,8 +34,8 @@ class ReplicaChooser:
         rng = random.Random()
         # Processes start at different turns, or they would all favour the same replica.
         self._model = RoutedModel(model, table, load_limit, rng, turn=rng.randrange(2**16))
-        self._name, made = policy, policy_class(policy)
-        self._policy: RoutingPolicy = made(made.Options.model_validate(options or {}), self._model)
+        self._name = policy
+        self._policy: RoutingPolicy = ROUTING_POLICIES.make(policy, options or {}, self._model)
         self._table = table
 
     @property

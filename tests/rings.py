@@ -115,9 +115,10 @@ Lane = tuple[Part, ...]
 RINGS: dict[str, tuple[Lane, ...]] = {
     "test": (
         (Part("unit tests", "not slow and not heavy", ("tests/unit",), *_UNIT),),
-        # Platforms wait for much, and leave the cores to others.
-        (Part("simulated engines", "simulated and not slow", (_E2E,), *_TWO, marker=_SIMULATED),),
+        # Platforms wait for much, and leave the cores to unit tests; two at a time would keep each
+        # other waiting.
         (
+            Part("simulated engines", "simulated and not slow", (_E2E,), *_TWO, marker=_SIMULATED),
             Part(
                 "claims on real engines",
                 "claim and not slow",

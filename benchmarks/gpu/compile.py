@@ -22,8 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.gpu import flags, probe
-from benchmarks.gpu.ahead import compiled
 from benchmarks.gpu.step import HAS_GPU, Results, main
+from loomserve.platform.lending.cuda.ahead import compiled
 from loomserve.platform.lending.cuda.buffer import TaskShape
 
 ORDERED = re.compile(r"\b(?:atom|ld)\.global\.(?:sys|gpu)\.[a-z_.0-9]+")

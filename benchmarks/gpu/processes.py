@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.gpu.host import HostMemory
 from benchmarks.gpu.step import DEVICE, HAS_GPU, Results, main, spread
+from loomserve.platform.lending.device.host import HostMemory
 
 # isort: split
 import torch

@@ -90,7 +90,7 @@ class BatchProxy:
     async def _ask_lane(self, scope: Scope, receive: Receive, send: Send) -> None:
         # aiohttp turns errors of a body's source into errors of its connection.
         problem: list[Exception] = []
-        target = _target(scope)
+        target = identity.target_of(scope)
         began = False
         try:
             address = await self._where()
@@ -207,12 +207,6 @@ async def _relay(response: aiohttp.ClientResponse, send: Send) -> None:
     async for chunk in response.content.iter_any():
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _target(scope: Scope) -> str:
-    query = scope["query_string"].decode("latin-1")
-    path = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
-    return f"{path}?{query}" if query else path
 
 
 def _away() -> Unavailable:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from loomserve.deployments.gateway.answering import Answering, ForwardRequest
+from loomserve.deployments.gateway.dispatch import Dispatching, ModelRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.platform.access.sequences import ModelMeter
 from loomserve.platform.access.token_meter import TokenMeter
@@ -27,51 +28,36 @@ from loomserve.platform.usage.meter import UsageMeter
 _CLIENT_CLOSED_REQUEST = 499
 
 
+@dataclass(eq=False)
 class ClientEndpoint:
-    """Answers clients' requests to all of vLLM's endpoints, within each model's limit."""
+    """ASGI application, behind the ingress middleware, of all of vLLM's endpoints for clients.
 
-    def __init__(
-        self,
-        server: Server,
-        routes: ModelRoutes,
-        answering: Answering,
-        lengths: LengthPredictions,
-        metrics: GatewayMetrics,
-        meter: TokenMeter,
-        *,
-        isolates_tenants: bool,
-        sequences: ModelMeter | None = None,
-        usage: UsageMeter | None = None,
-    ) -> None:
-        """
-        Args:
-            isolates_tenants: no API key reads another's KV blocks.
-            sequences: counts those of each model; None: this endpoint's alone.
-            usage: keeps what API keys use; None: nobody does.
-        """
-        self._routes = routes
-        self._answering = answering
-        self._lengths = lengths
-        self._metrics = metrics
-        self._meter = meter
-        self._isolates_tenants = isolates_tenants
-        self._server = server
-        self._sequences = sequences or ModelMeter()
-        self._usage = usage
+    It keeps requests within each model's limit.
+    """
 
-    def at(self, path: str) -> ASGIApp:
-        """The ASGI application of one endpoint; behind the ingress middleware, it may stream."""
-        return _AsgiEndpoint(self, path)
+    server: Server
+    routes: ModelRoutes
+    dispatcher: Dispatching
+    lengths: LengthPredictions
+    metrics: GatewayMetrics
+    meter: TokenMeter
+    _: KW_ONLY
+    isolates_tenants: bool
+    """No API key reads another's KV blocks."""
+    sequences: ModelMeter = field(default_factory=ModelMeter)
+    """Counts those of each model."""
+    usage: UsageMeter | None = None
+    """Keeps what API keys use; None: nobody does."""
 
-    async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        state = scope["state"]
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, state = scope["path"], scope["state"]
         request = EngineRequest.of(path, state["body"], _content_type(path, scope))
-        request.check_sequences(self._server.max_sequences)
-        request.check_conversation(self._server.media_hosts)
+        request.check_sequences(self.server.max_sequences)
+        request.check_conversation(self.server.media_hosts)
         key: ApiKey | None = state.get("api_key")
         if key is not None:
             request.check_priority(key.first_priority)
-        route = self._routes.choose(request.fields, key)
+        route = self.routes.choose(request.fields, key)
         if (logged := state.get("logged")) is not None:
             logged.model = route.name
         if (trace := state.get("trace")) is not None:
@@ -80,32 +66,32 @@ class ClientEndpoint:
         request.check_texts(route.max_model_len)
         sequences = request.sequences
         most = route.model.max_concurrent_requests
-        self._sequences.check(route.name, most, sequences)
+        self.sequences.check(route.name, most, sequences)
         if sequences > 1 and "take_more" in state:
             state["take_more"](sequences - 1)
         answer = _WatchedAnswer(send)
         if key is not None and request.costs_tokens:
-            self._meter.check(key)
-            answer.headers = self._meter.headers(key)
+            self.meter.check(key)
+            answer.headers = self.meter.headers(key)
         started, usage = time.monotonic(), RequestUsage()
-        self._sequences.count(route.name, most, sequences)
+        self.sequences.count(route.name, most, sequences)
         try:
-            await self._forward(route, request, state, receive, answer, usage)
+            await self._dispatch(route, request, state, receive, answer, usage)
         except RequestError as error:
             answer.status = error.status
             raise
         finally:
-            self._sequences.count(route.name, most, -sequences)
+            self.sequences.count(route.name, most, -sequences)
             if key is not None and answer.is_charged:
-                self._meter.charge(key, *usage.spent)
-            if self._usage is not None:
-                self._usage.charge(key, route.name, usage)
+                self.meter.charge(key, *usage.spent)
+            if self.usage is not None:
+                self.usage.charge(key, route.name, usage)
             took_s = time.monotonic() - started
-            self._metrics.finished(route.name, path, answer.status, took_s, state.get("slo_ms"))
+            self.metrics.finished(route.name, path, answer.status, took_s, state.get("slo_ms"))
             if route.adapter is not None:
-                self._metrics.adapters.finished(route.name, route.adapter, answer.status)
+                self.metrics.adapters.finished(route.name, route.adapter, answer.status)
 
-    async def _forward(
+    async def _dispatch(
         self,
         route: ModelRoute,
         request: EngineRequest,
@@ -121,11 +107,11 @@ class ClientEndpoint:
             deadline = time.monotonic() + slo_ms / 1000 if slo_ms is not None else None
             # A predictor knows the model's own answers.
             if route.adapter is None:
-                predicted = await self._lengths.predict(route.name, request.fields)
+                predicted = await self.lengths.predict(route.name, request.fields)
             expected = predicted.expected if predicted else None
-        if key is not None and self._isolates_tenants:
+        if key is not None and self.isolates_tenants:
             request = request.isolated(key.name)
-        forwarded = ForwardRequest(
+        dispatched = ModelRequest(
             model=route.name,
             content=request.with_hints(deadline=deadline, expected=expected),
             request_id=state["request_id"],
@@ -135,9 +121,9 @@ class ClientEndpoint:
             usage=usage,
             trace=state.get("trace"),
         )
-        await self._answering.forward(forwarded, receive, answer.send)
+        await self.dispatcher.dispatch(dispatched, receive, answer.send)
         if predicted and answer.is_whole and (tokens := usage.own_length):
-            self._lengths.ended(route.name, predicted, tokens, key.name if key else "")
+            self.lengths.ended(route.name, predicted, tokens, key.name if key else "")
 
 
 def _tell(
@@ -190,12 +176,3 @@ class _WatchedAnswer:
         else:
             self._complete = not message.get("more_body", False)
         return self._send(message)
-
-
-class _AsgiEndpoint:
-    # Starlette takes an object that is no function for an ASGI application.
-    def __init__(self, endpoint: ClientEndpoint, path: str) -> None:
-        self._endpoint, self._path = endpoint, path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._endpoint.answer(self._path, scope, receive, send)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,8 @@ from starlette.types import ASGIApp, Receive
 
 from loomserve.deployments.batch.proxy import BATCHES, FILES, BatchProxy
 from loomserve.deployments.gateway.admin import build_admin_api
-from loomserve.deployments.gateway.answering import ForwardRequest
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
+from loomserve.deployments.gateway.dispatch import ModelRequest
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.deployments.gateway.metrics_page import (
     MetricsPage,
@@ -60,7 +61,7 @@ from loomserve.platform.http.console.files import console_routes
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware, respond
 from loomserve.platform.http.ingress.exchange import IngressTraces
 from loomserve.platform.http.ingress.listeners import Listeners
-from loomserve.platform.http.other_front_ends import OtherFrontEnds, take_place
+from loomserve.platform.http.other_gateways import OtherGateways, take_place
 from loomserve.platform.lengths.service import LengthPredictions
 from loomserve.platform.requests.engine_request import FORWARDED, EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -71,7 +72,7 @@ from loomserve.platform.usage.files import UsageFiles, usage_folder_path
 from loomserve.platform.usage.meter import UsageMeter, UsageMetrics
 
 if TYPE_CHECKING:
-    from loomserve.deployments.gateway.front_ends import ModelFrontEnds
+    from loomserve.deployments.gateway.request_dispatcher import RequestDispatcher
 
 CALL_TIMEOUT_S = 2.0
 """For calls of the controller."""
@@ -81,7 +82,7 @@ _ENDPOINTS = (*FORWARDED, _MODELS, FILES, BATCHES)
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayParts:
-    """The parts of a gateway that others than their neighbours use."""
+    """The parts of a gateway that its Serve deployment works with."""
 
     node: str | None
     """The name of this node in a cluster with gateways on several."""
@@ -94,14 +95,14 @@ class GatewayParts:
     allowances: Allowances | None
     usage: UsageMeter
     lengths: LengthPredictions
-    tracer: RequestTracer | None
-    audit: AuditLog | None
-    front_ends: ModelFrontEnds
+    dispatcher: RequestDispatcher
     routes: ModelRoutes
     lines: LineEndpoint
-    others: OtherFrontEnds
+    others: OtherGateways
     page: MetricsPage
     http: Listeners
+    closing: AsyncExitStack
+    """Stops the HTTP servers, then saves and closes what is behind them."""
 
 
 async def compose(
@@ -114,7 +115,7 @@ async def compose(
     isolates_tenants: bool,
     several_nodes: bool,
 ) -> GatewayParts:
-    """Make a gateway's parts; none of them runs yet."""
+    """Make a gateway's parts, each of which is given those that it uses; none runs yet."""
     registry = CollectorRegistry()
     metrics, key_metrics = GatewayMetrics(registry), KeyMetrics(registry)
     keys = LiveKeys(server)
@@ -135,7 +136,7 @@ async def compose(
             reply: Reply[None] = await controller.want.remote(model)
         reply.get()
 
-    front_ends = (await asyncio.to_thread(_import_front_ends))(
+    dispatcher = (await asyncio.to_thread(_import_dispatcher))(
         internal_token,
         metrics,
         registry,
@@ -144,9 +145,11 @@ async def compose(
         elastic=elastic,
         traced=tracer is not None,
     )
-    others = OtherFrontEnds(place, internal_token, node_address(), front_ends.get, node_name=node)
+    others = OtherGateways(
+        place, internal_token, node_address(), dispatcher.client.get, node_name=node
+    )
     routes = ModelRoutes(
-        front_ends.is_set_up,
+        dispatcher.is_set_up,
         [one.name for one in batch.offline_models] if batch else (),
         with_keys=server.asks_for_keys,
         chosen=metrics.alias_chosen,
@@ -154,7 +157,7 @@ async def compose(
     clients = ClientEndpoint(
         server,
         routes,
-        front_ends,
+        dispatcher,
         lengths,
         metrics,
         tokens,
@@ -167,14 +170,14 @@ async def compose(
         keys,
         tokens,
         routes,
-        front_ends,
+        dispatcher,
         isolates_tenants=isolates_tenants,
         usage=usage,
         tracer=tracer,
     )
     batches = BatchProxy(
         serve.get_deployment_handle(BATCH_DEPLOYMENT, BATCH_APP) if batch else None,
-        front_ends.session,
+        dispatcher.client.session,
         internal_token,
         max_file_bytes=batch.max_file_bytes if batch else server.max_body,
         idle_timeout_s=server.header_timeout_s,
@@ -189,10 +192,10 @@ async def compose(
     page = MetricsPage(
         shared,
         routes,
-        front_ends,
+        dispatcher,
         sources,
         own=registry,
-        own_sources=[routing_source(metrics, front_ends.ledger), keys_source(key_metrics, keys)],
+        own_sources=[routing_source(metrics, dispatcher.ledger), keys_source(key_metrics, keys)],
         others=others,
     )
 
@@ -206,8 +209,8 @@ async def compose(
         request = EngineRequest(path, body)
         if tenant is not None and isolates_tenants:
             request = request.isolated(tenant)
-        forwarded = ForwardRequest(route.name, request, request_id=uuid.uuid4().hex)
-        return await front_ends.collect(forwarded, receive)
+        forwarded = ModelRequest(route.name, request, request_id=uuid.uuid4().hex)
+        return await dispatcher.collect(forwarded, receive)
 
     def tenants() -> tuple[str, ...]:
         return tuple(key.name for key in keys.all) if isolates_tenants else ()
@@ -235,6 +238,27 @@ async def compose(
         traces=IngressTraces(tracer, _ENDPOINTS) if tracer is not None else None,
         endpoints=_ENDPOINTS,
     )
+    http = Listeners(app, server, others.counts)
+
+    async def returned_to_controller() -> None:
+        if allowances is not None:
+            with suppress(Exception):  # a controller that is away finds out by itself
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    await controller.gateway_ends.remote(allowances.gateway)
+
+    # From the last line to the first.
+    closing = AsyncExitStack()
+    if tracer is not None:
+        closing.push_async_callback(asyncio.to_thread, tracer.close)
+    closing.callback(lengths.close)
+    closing.push_async_callback(dispatcher.close)
+    closing.push_async_callback(others.close)
+    if audit is not None:
+        closing.callback(audit.close)
+    closing.callback(usage.save)
+    closing.callback(tokens.save)
+    closing.push_async_callback(returned_to_controller)
+    closing.push_async_callback(http.stop)
     return GatewayParts(
         node=node,
         controller=controller,
@@ -246,14 +270,13 @@ async def compose(
         allowances=allowances,
         usage=usage,
         lengths=lengths,
-        tracer=tracer,
-        audit=audit,
-        front_ends=front_ends,
+        dispatcher=dispatcher,
         routes=routes,
         lines=lines,
         others=others,
         page=page,
-        http=Listeners(app, server, others.counts),
+        http=http,
+        closing=closing,
     )
 
 
@@ -266,7 +289,7 @@ def _app(
     *,
     console: bool,
 ) -> ASGIApp:
-    endpoints = {path: clients.at(path) for path in FORWARDED}
+    endpoints = dict[str, ASGIApp].fromkeys(FORWARDED, clients)
     paths: Sequence[BaseRoute] = [
         *(Route(path, app, methods=["POST"]) for path, app in endpoints.items()),
         *(Route(root, batches) for root in (FILES, BATCHES)),
@@ -301,8 +324,8 @@ async def _tracer(server: Server, node: str | None) -> RequestTracer | None:
     return await asyncio.to_thread(start_tracing, server.tracing, node=node)
 
 
-def _import_front_ends() -> type[ModelFrontEnds]:
+def _import_dispatcher() -> type[RequestDispatcher]:
     """Import vLLM, which takes seconds, and which is not needed to bind the deployment."""
-    from loomserve.deployments.gateway.front_ends import ModelFrontEnds
+    from loomserve.deployments.gateway.request_dispatcher import RequestDispatcher
 
-    return ModelFrontEnds
+    return RequestDispatcher

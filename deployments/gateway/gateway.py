@@ -8,11 +8,10 @@ before it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import uuid
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
 
 from loomserve.deployments.gateway.composition import CALL_TIMEOUT_S, compose
 from loomserve.deployments.gateway.load_reports import follow_stores
@@ -20,7 +19,7 @@ from loomserve.deployments.kvstore.stores import Stores
 from loomserve.deployments.ray_node import keep_calls_on_node
 from loomserve.deployments.serve_options import ended_with_caller, log_requests
 from loomserve.platform.access.policy.bank import LimitAnswer, LimitReport
-from loomserve.platform.access.shared_counts import LOOK_S, SharedCounts
+from loomserve.platform.access.shared_counts import POLL_INTERVAL_S, SharedCounts
 from loomserve.platform.access.token_meter import SAVE_S
 from loomserve.platform.base.periodic import every
 from loomserve.platform.base.sqlite import LatestGeneration
@@ -59,25 +58,23 @@ class Gateway:
             isolates_tenants=isolates_tenants,
             several_nodes=several_nodes,
         )
+        self._tasks: list[asyncio.Task[NoReturn]] = []
         # A gateway that restarts must not answer before it knows the models.
         self._controllers, self._id = LatestGeneration(), uuid.uuid4().hex
         self._version = self._apply(await parts.controller.watch.remote(_NO_VERSION, self._id))
-        self._tasks = [
-            asyncio.create_task(work)
-            for work in (
-                every(0.0, self._follow_controller, failed=_keep_routes, retry_s=0.5),
-                parts.keys.follow(),
-                _saving(SAVE_S, parts.tokens.save),
-                _saving(checked.usage.interval_s, parts.usage.save),
-                every(LOOK_S, self._look),
-            )
+        await parts.others.listen(parts.page.own_parts, parts.http.drain)
+        work = [
+            every(0.0, self._follow_controller, failed=_keep_routes, retry_s=0.5),
+            parts.keys.follow(),
+            _saving(SAVE_S, parts.tokens.save),
+            _saving(checked.usage.interval_s, parts.usage.save),
+            every(POLL_INTERVAL_S, self._read_counts),
         ]
-        await parts.others.listen(parts.page.own, parts.http.drain)
         if parts.allowances is not None:
-            self._tasks.append(asyncio.create_task(parts.allowances.keep(self._report)))
+            work.append(parts.allowances.keep(self._report))
         if stores is not None and stores.each_node:
-            follow = follow_stores(Stores(stores), parts.front_ends.set_stores)
-            self._tasks.append(asyncio.create_task(follow))
+            work.append(follow_stores(Stores(stores), parts.dispatcher.set_stores))
+        self._tasks = [asyncio.create_task(each) for each in work]
         await parts.http.start()
 
     async def check_health(self) -> None:
@@ -89,25 +86,13 @@ class Gateway:
         if hasattr(self, "_tasks"):
             for task in self._tasks:
                 task.cancel()
-            parts = self._parts
-            await parts.http.stop()
-            if parts.allowances is not None:
-                await self._say_that_it_ends(parts.allowances.gateway)
-            parts.tokens.save()
-            parts.usage.save()
-            if parts.audit is not None:
-                parts.audit.close()
-            await parts.others.close()
-            await parts.front_ends.close()
-            parts.lengths.close()
-            if parts.tracer is not None:
-                await asyncio.to_thread(parts.tracer.close)
+            await self._parts.closing.aclose()
 
     async def complete_line(self, line: dict[str, Any]) -> tuple[int, bytes]:
         """Have a batch's line computed, for the batch lane; the answer's status and body."""
         return await self._parts.lines.complete(LineRequest.model_validate(line))
 
-    async def _look(self) -> None:
+    async def _read_counts(self) -> None:
         parts = self._parts
         counts = parts.others.counts
         counts.look()
@@ -125,11 +110,6 @@ class Gateway:
         others.elsewhere = orders.others
         return orders.limits
 
-    async def _say_that_it_ends(self, gateway: str) -> None:
-        with contextlib.suppress(Exception):  # a controller that is away finds out by itself
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                await self._parts.controller.gateway_ends.remote(gateway)
-
     async def _follow_controller(self) -> None:
         """Take in the next routes; the controller answers once there are any."""
         asked = self._parts.controller.watch.remote(self._version, self._id)
@@ -140,7 +120,7 @@ class Gateway:
         self._controllers.check(routes.generation)
         parts.routes.apply(routes.models, routes.aliases)
         parts.routes.drained = parts.node in routes.drained_nodes
-        parts.front_ends.set_models(routes.models)
+        parts.dispatcher.set_models(routes.models)
         parts.metrics.set_models(
             {route.name: [replica.id for replica in route.replicas] for route in routes.models}
         )
@@ -156,5 +136,5 @@ def _keep_routes(error: Exception) -> None:
     _log.warning("the controller does not answer: %r", error)
 
 
-def _saving(period_s: float, save: Callable[[], None]) -> Any:
+def _saving(period_s: float, save: Callable[[], None]) -> Coroutine[Any, Any, NoReturn]:
     return every(period_s, lambda: asyncio.to_thread(save))

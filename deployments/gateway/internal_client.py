@@ -7,7 +7,7 @@ import asyncio
 import aiohttp
 
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER
-from loomserve.platform.http.other_front_ends import DRAIN, front_ends_here
+from loomserve.platform.http.other_gateways import DRAIN, gateways_here
 from loomserve.platform.run.sockets import PlatformConnector
 
 # A replica that Serve still lists but that refuses connections is dead or restarting.
@@ -55,7 +55,7 @@ async def drain_gateways(internal_token: str, node: str, timeout_s: float) -> No
     client = InternalClient(internal_token)
 
     try:
-        drains = (client.request("POST", each, DRAIN, timeout_s) for each in front_ends_here(node))
+        drains = (client.request("POST", each, DRAIN, timeout_s) for each in gateways_here(node))
         await asyncio.gather(*drains, return_exceptions=True)
     finally:
         await client.close()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
-from loomserve.deployments.gateway.answering import Answering, ForwardRequest
+from loomserve.deployments.gateway.dispatch import Dispatching, ModelRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.token_meter import TokenMeter
@@ -34,36 +34,25 @@ from loomserve.platform.usage.meter import UsageMeter
 _BYTES = ("bytes", "bytes_only")
 
 
+@dataclass(eq=False)
 class LineEndpoint:
     """Answers the lines of batches, each with a status and a body, also where it refuses one."""
 
-    def __init__(
-        self,
-        server: Server,
-        keys: LiveKeys,
-        meter: TokenMeter,
-        routes: ModelRoutes,
-        answering: Answering,
-        *,
-        isolates_tenants: bool,
-        usage: UsageMeter | None = None,
-        tracer: RequestTracer | None = None,
-    ) -> None:
-        """``isolates_tenants``: no API key reads another's KV blocks."""
-        self._tracer = tracer
-        self._logs = server.log_format == "json"
-        self._server = server
-        self._keys = keys
-        self._meter = meter
-        self._routes = routes
-        self._answering = answering
-        self._isolates_tenants = isolates_tenants
-        self._usage = usage
-        self._lanes = LatestGeneration()
+    server: Server
+    keys: LiveKeys
+    meter: TokenMeter
+    routes: ModelRoutes
+    dispatcher: Dispatching
+    _: KW_ONLY
+    isolates_tenants: bool
+    """No API key reads another's KV blocks."""
+    usage: UsageMeter | None = None
+    tracer: RequestTracer | None = None
+    _lanes: LatestGeneration = field(default_factory=LatestGeneration, init=False)
 
     async def complete(self, line: LineRequest) -> tuple[int, bytes]:
         trace = self._begin(line)
-        if self._logs:
+        if self.server.log_format == "json":
             model = line.model or line.body.get("model")
             trace_id = trace.id if trace is not None else None
             # Of this call alone, which is a task of its own.
@@ -78,15 +67,15 @@ class LineEndpoint:
         return status, body
 
     def _begin(self, line: LineRequest) -> RequestTrace | None:
-        if self._tracer is None:
+        if self.tracer is None:
             return None
         told = {"loomserve.request_id": line.request_id, "http.route": line.path}
-        return self._tracer.begin("batch line", {**told, "loomserve.key": line.owner})
+        return self.tracer.begin("batch line", {**told, "loomserve.key": line.owner})
 
     async def _complete(self, line: LineRequest, trace: RequestTrace | None) -> tuple[int, bytes]:
         try:
             self._lanes.check(line.generation)
-            key = self._keys.named(line.owner)
+            key = self.keys.named(line.owner)
             request = self._request(line, key)
             if trace is not None:
                 request = replace(request, trace=trace)
@@ -98,13 +87,13 @@ class LineEndpoint:
             return _refused(_given_up(request, line.timeout_s))
 
         if key is not None and status < 400:
-            self._meter.charge(key, *request.usage.spent)
+            self.meter.charge(key, *request.usage.spent)
         return status, body
 
     async def _answer(
-        self, key: ApiKey | None, request: ForwardRequest, timeout_s: float
+        self, key: ApiKey | None, request: ModelRequest, timeout_s: float
     ) -> tuple[int, bytes]:
-        work = asyncio.ensure_future(self._answering.collect(request))
+        work = asyncio.ensure_future(self.dispatcher.collect(request))
         try:
             seen = -1
             # One that gets tokens is computed, however slowly.
@@ -117,12 +106,12 @@ class LineEndpoint:
         finally:
             work.cancel()
             await asyncio.wait((work,))
-            if self._usage is not None:
-                self._usage.charge(key, request.model, request.usage)
+            if self.usage is not None:
+                self.usage.charge(key, request.model, request.usage)
 
-    def _request(self, line: LineRequest, key: ApiKey | None) -> ForwardRequest:
+    def _request(self, line: LineRequest, key: ApiKey | None) -> ModelRequest:
         request = EngineRequest.of_fields(line.path, line.body)
-        request.check_conversation(self._server.media_hosts)
+        request.check_conversation(self.server.media_hosts)
         if line.body.get("stream"):
             raise BadRequest("a batch's requests cannot stream; leave it out", param="stream")
         if line.body.get("encoding_format") in _BYTES:
@@ -130,21 +119,21 @@ class LineEndpoint:
                 "a batch's answers are JSON; ask for base64 in the place of bytes",
                 param="encoding_format",
             )
-        request.check_sequences(self._server.max_sequences)
+        request.check_sequences(self.server.max_sequences)
         if key is not None:
             request.check_priority(key.first_priority)
-        route = self._routes.choose(line.body, key, line.model)
+        route = self.routes.choose(line.body, key, line.model)
         request = request.for_model(route.asked)
         request.check_texts(route.max_model_len)
-        if key is not None and self._isolates_tenants:
+        if key is not None and self.isolates_tenants:
             request = request.isolated(key.name)
         request = request.with_hints(background=True)
-        if request.size > self._server.max_body:
+        if request.size > self.server.max_body:
             raise BodyTooLarge(
-                f"The request is larger than {self._server.max_body} bytes. Send less, or ask the "
+                f"The request is larger than {self.server.max_body} bytes. Send less, or ask the "
                 "operator to raise server.max_body."
             )
-        return ForwardRequest(
+        return ModelRequest(
             model=route.name,
             content=request,
             request_id=line.request_id,
@@ -155,7 +144,7 @@ class LineEndpoint:
         )
 
 
-def _given_up(request: ForwardRequest, timeout_s: float) -> RequestError:
+def _given_up(request: ModelRequest, timeout_s: float) -> RequestError:
     if not request.usage.outputs:
         return Unavailable(
             f"No engine had begun the line after {timeout_s:g} s, for which it has others.",

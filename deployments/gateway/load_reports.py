@@ -14,7 +14,7 @@ import aiohttp
 from loomserve.deployments.kvstore.stores import Stores
 from loomserve.platform.base.periodic import every
 from loomserve.platform.fleet.messages import LOAD_PATH
-from loomserve.platform.state.told_load import ToldLoad
+from loomserve.platform.state.load_report import LoadReport
 from loomserve.routers.policy import KvLink
 from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.table import ReplicaTable
@@ -33,14 +33,14 @@ class LoadReports:
     """Keeps a table of replicas up to date.
 
     A replica that does not answer keeps its last report, which becomes the older. What its engine
-    tells of its load meanwhile is newer, and stands in the report from then on.
+    pushes of its load meanwhile is newer, and stands in the report from then on.
     """
 
     def __init__(self, get: Get, table: ReplicaTable) -> None:
         self._get = get
         self._table = table
         self._asking: dict[str, tuple[str, asyncio.Task[None]]] = {}
-        self._told: dict[str, _Told] = {}
+        self._pushed: dict[str, _Pushed] = {}
 
     def set_replicas(
         self, addresses: Mapping[str, str], nodes: Mapping[str, str] | None = None
@@ -50,7 +50,7 @@ class LoadReports:
             if addresses.get(replica_id) != address:
                 task.cancel()
                 del self._asking[replica_id]
-                self._told.pop(replica_id, None)
+                self._pushed.pop(replica_id, None)
         # One that listens elsewhere has been started anew.
         self._table.set_replicas(self._asking, nodes and {id_: nodes[id_] for id_ in self._asking})
         self._table.set_replicas(addresses, nodes)
@@ -59,15 +59,15 @@ class LoadReports:
                 task = asyncio.create_task(self._follow(replica_id, address))
                 self._asking[replica_id] = address, task
 
-    def told(self, replica_id: str, load: ToldLoad, counted_until: float) -> None:
-        """Take in a load that a replica's engine has told.
+    def pushed(self, replica_id: str, load: LoadReport, counted_until: float) -> None:
+        """Take in a load that a replica's engine has pushed.
 
         ``counted_until``: monotonic seconds; the load has what was booked here until then.
         """
         if replica_id in self._asking:
-            self._told[replica_id] = told = _Told(time.monotonic(), load, counted_until)
+            self._pushed[replica_id] = pushed = _Pushed(time.monotonic(), load, counted_until)
             if (report := self._table.stats(replica_id)) is not None:
-                self._table.report(replica_id, told.in_report(report))
+                self._table.report(replica_id, pushed.in_report(report))
 
     def close(self) -> None:
         self.set_replicas({})
@@ -77,11 +77,11 @@ class LoadReports:
             asked_at = time.monotonic()
             answer = await self._get(address, LOAD_PATH, _TIMEOUT_S)
             # It errs by half of the way there and back at most.
-            told_at = (asked_at + time.monotonic()) / 2
-            report = RoutingStats.model_validate_json(answer).received(told_at)
-            told = self._told.get(replica_id)
-            newer = told is not None and told.at >= asked_at
-            self._table.report(replica_id, told.in_report(report) if told and newer else report)
+            measured_at = (asked_at + time.monotonic()) / 2
+            report = RoutingStats.model_validate_json(answer).received(measured_at)
+            pushed = self._pushed.get(replica_id)
+            newer = pushed is not None and pushed.at >= asked_at
+            self._table.report(replica_id, pushed.in_report(report) if pushed and newer else report)
 
         await every(
             _PERIOD_S,
@@ -92,15 +92,15 @@ class LoadReports:
         )
 
 
-class _Told(NamedTuple):
-    """What an engine told, and when it came."""
+class _Pushed(NamedTuple):
+    """A load that an engine pushed, and when it came."""
 
     at: float
-    load: ToldLoad
+    load: LoadReport
     counted_until: float
 
     def in_report(self, report: RoutingStats) -> RoutingStats:
-        """The report with this load, unless it tells of none."""
+        """The report with this load, unless that has no load."""
         if report.load is None:
             return report
         load = report.load.model_copy(

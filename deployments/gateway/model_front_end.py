@@ -1,4 +1,4 @@
-"""One model's front end in the gateway's process: set up, told of replicas, asked, closed."""
+"""One model's front end in the gateway's process: set up, given replicas, asked, closed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import uuid
 
 from starlette.types import Receive, Scope, Send
 
-from loomserve.deployments.gateway.answering import ForwardRequest
+from loomserve.deployments.gateway.dispatch import ModelRequest
 from loomserve.deployments.gateway.load_reports import Get, LoadReports, StoreReadings
 from loomserve.deployments.gateway.replica_choice import AnswerContext, ReplicaChoice
 from loomserve.platform.base.errors import Unavailable
@@ -70,7 +70,7 @@ class ModelFrontEnd:
             self._choice.choose,
             continuation,
             left=self._choice.left,
-            loaded=self._loads.told,
+            loaded=self._loads.pushed,
             bounds=bounds,
             handoffs=handoffs,
             traced=traced,
@@ -136,7 +136,7 @@ class ModelFrontEnd:
         await self._serving.close()
 
     def _first_request(self, replica_id: str) -> AnswerContext:
-        request = ForwardRequest(
+        request = ModelRequest(
             self._name,
             EngineRequest("", {}),
             uuid.uuid4().hex,
@@ -144,7 +144,7 @@ class ModelFrontEnd:
             carried_on=False,
             is_first=True,
         )
-        return AnswerContext(request=request, carried_on=False)
+        return AnswerContext.of(request)
 
     def _role_of(self, replica_id: str) -> Role:
         """As it last said; a change is known within a second."""
@@ -179,10 +179,10 @@ class ModelFrontEnd:
         draining = {each.id for each in self._route.replicas if each.draining}
         for replica_id in self._draining.keys() - draining:
             self._draining.pop(replica_id).cancel()
-            self._serving.undrain(replica_id)
+            self._serving.client.undrain(replica_id)
         self._serving.set_adapters(self._route.adapters)
-        self._serving.set_replicas(engines)
+        self._serving.client.set_replicas(engines)
         self._first.apply(self._route)
         for replica_id in draining - self._draining.keys():
-            drained = self._serving.drain(replica_id, _DRAIN_TIMEOUT_S)
+            drained = self._serving.client.drain(replica_id, _DRAIN_TIMEOUT_S)
             self._draining[replica_id] = asyncio.create_task(drained)

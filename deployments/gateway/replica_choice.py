@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
-from loomserve.deployments.gateway.answering import ForwardRequest
+from loomserve.deployments.gateway.dispatch import ModelRequest
 from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.config import Router
 from loomserve.platform.front_end.routing import RoutingContext, RoutingRequest
@@ -33,7 +33,7 @@ _NOBODY: frozenset[str] = frozenset()
 class AnswerContext(RoutingContext):
     """What routing knows of the HTTP request at hand."""
 
-    request: ForwardRequest
+    request: ModelRequest
     chosen: bool = False
     """Whether a replica has been chosen that is to answer it."""
     on_chosen: Callable[[], object] | None = None
@@ -42,6 +42,16 @@ class AnswerContext(RoutingContext):
     """Of what engines have of it: whether requests wait at that engine."""
     _waits: ExitStack = field(default_factory=ExitStack)
     _waiting: bool = False
+
+    @classmethod
+    def of(cls, request: ModelRequest) -> AnswerContext:
+        return cls(
+            request=request,
+            carried_on=request.carried_on,
+            usage=request.usage,
+            trace=request.recorded,
+            salt=request.content.salt,
+        )
 
     def waits(self, counted: AbstractContextManager[None]) -> None:
         """It waits for a replica, and is counted as such until :meth:`goes_on`."""
@@ -131,7 +141,7 @@ class ReplicaChoice:
         stats = self._table.stats(replica_id)
         return stats is not None and stats.load is not None and stats.load.waiting > 0
 
-    def _ticket(self, routing: RoutingRequest, request: ForwardRequest | None) -> RoutingTicket:
+    def _ticket(self, routing: RoutingRequest, request: ModelRequest | None) -> RoutingTicket:
         expected = request.expected_tokens if request is not None else None
         output_tokens = _ANSWER_TOKENS if expected is None else round(expected)
         return RoutingTicket(
@@ -151,7 +161,7 @@ class ReplicaChoice:
             pinned_to=request.pinned_to if request is not None and _is_first(routing) else None,
         )
 
-    def _excluded(self, routing: RoutingRequest, request: ForwardRequest | None) -> frozenset[str]:
+    def _excluded(self, routing: RoutingRequest, request: ModelRequest | None) -> frozenset[str]:
         """The replicas that it cannot go to; nearly all requests have the same candidates."""
         known, of, excluded = self._last_excluded
         if known is not self._table.known_ids or of is not routing.candidates:
@@ -188,9 +198,7 @@ def _is_first(routing: RoutingRequest) -> bool:
     return not (routing.attempt or routing.prompt_only)
 
 
-def _refuse_if_late(
-    request: ForwardRequest, ticket: RoutingTicket, metrics: GatewayMetrics
-) -> None:
+def _refuse_if_late(request: ModelRequest, ticket: RoutingTicket, metrics: GatewayMetrics) -> None:
     """Raise TooManyRequests if the request more likely than not ends after its deadline."""
     replica, tokens = ticket.replica, request.median_tokens
     if request.refuse_after is None or tokens is None or replica is None:

@@ -25,7 +25,7 @@ from loomserve.platform.config import ApiKey, Server, load_keys
 _log = logging.getLogger("ray.serve")
 
 _FIELD = "server.api_keys_file"
-_LOOK_S = 0.5
+_POLL_INTERVAL_S = 0.5
 _RETRY_S = 5.0
 
 
@@ -123,7 +123,7 @@ class LiveKeys:
 
     async def follow(self) -> NoReturn:
         # In a thread, since a file of many keys takes long to read.
-        await every(_LOOK_S, lambda: asyncio.to_thread(self.refresh))
+        await every(_POLL_INTERVAL_S, lambda: asyncio.to_thread(self.refresh))
 
     def _use(self, keys: tuple[ApiKey, ...]) -> None:
         self._keys = keys

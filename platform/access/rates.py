@@ -61,7 +61,7 @@ class Bucket:
 
 
 class KeyRates:
-    """One kind of rate of all API keys, over the front ends of this node and those of others.
+    """One kind of rate of all API keys, over the gateways of this node and those of others.
 
     Keys are known by name: one that is changed or comes back goes on with what it has used.
     """
@@ -94,7 +94,7 @@ class KeyRates:
             raise self._refusal(name, rate, ", over all nodes", wait_s)
 
     def add(self, name: str, rate: int | None, units: int) -> None:
-        """Count units that a key has used in this front end."""
+        """Count units that a key has used in this gateway."""
         self._counts.add(of_key(name), self._count, units)
         if rate is not None:
             self._buckets[name].add(units, rate, self._clock())
@@ -102,7 +102,7 @@ class KeyRates:
                 self._allowances.use(self._limit(name, rate), units)
 
     def take_news(self, name: str, rate: int | None) -> int:
-        """Take over what other front ends of the node have counted; returns these units.
+        """Take over what other gateways of the node have counted; returns these units.
 
         A bucket fills from when it was taken of, so that news that come late keep a key waiting.
         """

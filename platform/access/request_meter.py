@@ -1,4 +1,4 @@
-"""Admits requests of API keys within their limits, over all front ends of a platform.
+"""Admits requests of API keys within their limits, over all gateways of a platform.
 
 Those of one node count together; those of several share what the controller divides. A request is
 one sequence until it is read, for it may have several prompts and several answers to each.
@@ -31,7 +31,7 @@ class RequestMeter:
         *,
         allowances: Allowances | None = None,
     ) -> None:
-        """``counts``: of other front ends of this node; ``allowances``: of other nodes."""
+        """``counts``: of other gateways of this node; ``allowances``: of other nodes."""
         counts = counts or Counts()
         self._rates = KeyRates(LimitKind.REQUESTS, Count.REQUESTS, counts, allowances, clock)
         self._sequences = Sequences(counts, allowances)
@@ -77,7 +77,7 @@ class RequestMeter:
         self._sequences.add(of_key(key.name), key.max_concurrent, -sequences)
 
     def look(self, keys: Iterable[ApiKey]) -> None:
-        """Take over what other front ends have admitted; to be called every ``LOOK_S``."""
+        """Take over what other gateways have admitted; to be called every ``POLL_INTERVAL_S``."""
         for key in keys:
             self._rates.take_news(key.name, key.requests_per_minute)
 

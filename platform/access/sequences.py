@@ -13,7 +13,7 @@ _RETRY_S = 1.0
 
 
 class Sequences:
-    """Open sequences by name, within limits over the front ends of this node and of others."""
+    """Open sequences by name, within limits over the gateways of this node and of others."""
 
     def __init__(self, counts: Counts | None = None, allowances: Allowances | None = None) -> None:
         self.open: Counter[str] = Counter()

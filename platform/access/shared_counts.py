@@ -1,8 +1,8 @@
-"""What front ends of one platform count together, so that a limit holds over all of them.
+"""What gateways of one platform count together, so that a limit holds over all of them.
 
-Each front end has a file in shared memory, which it alone writes and all others read. So nobody
+Each gateway has a file in shared memory, which it alone writes and all others read. So nobody
 waits for anybody: what one has counted, the others see at once. Two that admit in the very same
-microseconds do not see each other, so of ``n`` front ends ``n - 1`` may each admit one too many.
+microseconds do not see each other, so of ``n`` gateways ``n - 1`` may each admit one too many.
 
 A file, in words of 64 bits::
 
@@ -11,8 +11,8 @@ A file, in words of 64 bits::
     8 ...       open connections by a hash of their client
     then        records of 8 words: digest of a name (2), requests, running, tokens
 
-Requests and tokens only grow, over restarts too: a front end that takes over the file of one that
-ended goes on with them. Whoever sees that a front end has ended sets what it had running to none.
+Requests and tokens only grow, over restarts too: a gateway that takes over the file of one that
+ended goes on with them. Whoever sees that a gateway has ended sets what it had running to none.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pathlib import Path
 
 _log = logging.getLogger("ray.serve")
 
-LOOK_S = 0.5
-"""How often a front end looks at what others have: so long the end of one goes unseen."""
+POLL_INTERVAL_S = 0.5
+"""How often a gateway looks at what others have: so long the end of one goes unseen."""
 
 _ADDRESSES = 8192
 _RECORDS = 4096
@@ -41,7 +41,7 @@ _ADDRESSES_AT = 8
 _RECORDS_AT = _ADDRESSES_AT + _ADDRESSES
 _WORDS = _RECORDS_AT + _RECORDS * _RECORD_WORDS
 # One that is stopped still has its place while another has been started for it.
-_PLACES_PER_FRONT_END = 2
+_PLACES_PER_GATEWAY = 2
 
 _NO_CONNECTIONS = memoryview(bytes((_RECORDS_AT - _CONNECTIONS_AT) * _WORD)).cast("q")
 
@@ -57,13 +57,13 @@ class Count(IntEnum):
 
 
 class Counts:
-    """What a front end counts together with others; these are of one that is alone."""
+    """What a gateway counts together with others; these are of one that is alone."""
 
     def add(self, name: str, count: Count, more: int) -> None:
         """Count ``more`` for a key or a model."""
 
     def running_elsewhere(self, name: str) -> int:
-        """What other front ends have running for a name."""
+        """What other gateways have running for a name."""
         return 0
 
     def news(self, name: str, count: Count) -> int:
@@ -74,7 +74,7 @@ class Counts:
         """Count connections of a client."""
 
     def connections_elsewhere(self, client: str) -> int:
-        """A client's connections to other front ends; in rare cases with those of another one."""
+        """A client's connections to other gateways; in rare cases with those of another one."""
         return 0
 
     @property
@@ -82,7 +82,7 @@ class Counts:
         return 0
 
     def look(self) -> None:
-        """See which front ends have ended; to be called every ``LOOK_S``."""
+        """See which gateways have ended; to be called every ``POLL_INTERVAL_S``."""
 
 
 def of_key(name: str) -> str:
@@ -91,23 +91,23 @@ def of_key(name: str) -> str:
 
 
 class NoPlaceError(Exception):
-    """As many front ends run as there may be."""
+    """As many gateways run as there may be."""
 
 
 class SharedCounts(Counts):
-    """The counts of one of several front ends, from its start to :meth:`close`."""
+    """The counts of one of several gateways, from its start to :meth:`close`."""
 
-    def __init__(self, folder: Path, front_ends: int) -> None:
-        """Take a place in a folder of this run; NoPlaceError: other front ends have all."""
+    def __init__(self, folder: Path, gateways: int) -> None:
+        """Take a place in a folder of this run; NoPlaceError: other gateways have all."""
         folder.mkdir(mode=0o700, exist_ok=True)
-        files = [_File(folder / str(n)) for n in range(front_ends * _PLACES_PER_FRONT_END)]
+        files = [_File(folder / str(n)) for n in range(gateways * _PLACES_PER_GATEWAY)]
         own = next((n for n, file in enumerate(files) if file.take()), None)
         if own is None:
             for file in files:
                 file.close()
-            raise NoPlaceError(f"{len(files)} front ends run, and no more may")
+            raise NoPlaceError(f"{len(files)} gateways run, and no more may")
         self.place = own
-        """Its number, which no other front end that runs has."""
+        """Its number, which no other gateway that runs has."""
         self._own = files.pop(own)
         self._own.end_running()
         self._others = files
@@ -128,7 +128,7 @@ class SharedCounts(Counts):
 
     @property
     def places(self) -> list[int]:
-        """Numbers of the other front ends that run, as of the last :meth:`look`."""
+        """Numbers of the other gateways that run, as of the last :meth:`look`."""
         return [other.number for other in self._others if other.runs]
 
     def add(self, name: str, count: Count, more: int) -> None:
@@ -137,7 +137,7 @@ class SharedCounts(Counts):
             self._own.words[at + count] += more
         elif not self._told:
             self._told = True
-            _log.error("limits of more than %d keys and models hold in each front end", _RECORDS)
+            _log.error("limits of more than %d keys and models hold in each gateway", _RECORDS)
 
     def running_elsewhere(self, name: str) -> int:
         digest = _digest(name)
@@ -170,7 +170,7 @@ class SharedCounts(Counts):
 
 
 class _File:
-    """The counts of one place, of which the front end that has taken it holds the lock."""
+    """The counts of one place, of which the gateway that has taken it holds the lock."""
 
     def __init__(self, path: Path) -> None:
         self.number = int(path.name)

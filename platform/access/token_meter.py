@@ -76,9 +76,9 @@ class DayUse(NamedTuple):
 
 
 class TokenMeter:
-    """Tokens that each API key has used in all front ends; used on the event loop only.
+    """Tokens that each API key has used in all gateways; used on the event loop only.
 
-    The day's tokens outlive them in a file, which each front end keeps.
+    The day's tokens outlive them in a file, which each gateway keeps.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class TokenMeter:
         """
         Args:
             file: what the day's tokens are read from, and kept in.
-            counts: what other front ends of the node charge; None: there is no other.
+            counts: what other gateways of the node charge; None: there is no other.
             allowances: what other nodes leave; None: there is no other.
             unix_clock: Unix seconds, for the day's; None: one that takes no steps.
         """
@@ -128,7 +128,7 @@ class TokenMeter:
         self._charge_day(key, prompt + completion)
 
     def look(self, keys: Iterable[ApiKey]) -> None:
-        """Take over what other front ends have charged; to be called every ``LOOK_S``."""
+        """Take over what other gateways have charged; to be called every ``POLL_INTERVAL_S``."""
         for key in keys:
             self._take_news(key)
         kept, self._kept = self._kept, {}
@@ -199,7 +199,7 @@ class TokenMeter:
         before = self._days.get(key.name, DayUse()).on(day)
         self._days[key.name] = DayUse(day, before + tokens)
         if self._allowances is not None and key.tokens_per_day is not None:
-            # Of a node, whichever of its front ends has used them.
+            # Of a node, whichever of its gateways has used them.
             limit = _day_limit(key.name, day, key.tokens_per_day)
             self._allowances.use(limit, tokens, used=before)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
 
-from loomserve.platform.base.errors import NotFound
+from loomserve.platform.aliases.table import no_such_alias
 from loomserve.platform.base.reply import Ask
 from loomserve.platform.config import Alias
 from loomserve.platform.state import AliasState
@@ -51,5 +51,4 @@ def _named(name: str, aliases: tuple[AliasState, ...]) -> AliasState:
     for alias in aliases:
         if alias.name == name:
             return alias
-    known = ", ".join(alias.name for alias in aliases) or "none"
-    raise NotFound(f"there is no alias {name!r}; the aliases are: {known}", param="name")
+    raise no_such_alias(name, (alias.name for alias in aliases))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from loomserve.platform.base.errors import BadRequest, Conflict, NotFound
 from loomserve.platform.config import Alias, Config, FieldError, check_alias
 from loomserve.platform.state import AliasState
+
+
+def no_such_alias(name: str, aliases: Iterable[str]) -> NotFound:
+    known = ", ".join(aliases) or "none"
+    return NotFound(f"there is no alias {name!r}; the aliases are: {known}", param="name")
 
 
 class AliasTable:
@@ -67,8 +72,7 @@ class AliasTable:
     def delete(self, name: str) -> None:
         """Raises NotFound if there is no such alias."""
         if name not in self._aliases:
-            known = ", ".join(sorted(self._aliases)) or "none"
-            raise NotFound(f"there is no alias {name!r}; the aliases are: {known}", param="name")
+            raise no_such_alias(name, sorted(self._aliases))
         del self._aliases[name]
 
     def check_model_name(self, name: str) -> None:

@@ -34,17 +34,12 @@ def answered(
     usage = body.get("usage")
     usage = usage if isinstance(usage, dict) else {}
     details = usage.get("prompt_tokens_details")
-    line = {
-        "id": new_id("batch_req_"),
-        "custom_id": custom_id,
-        "response": {"status_code": said.status, "request_id": request_id, "body": body},
-        "error": None,
-    }
+    response = {"status_code": said.status, "request_id": request_id, "body": body}
     return StoredAnswer(
         batch_id=batch_id,
         number=number,
         ok=said.status == 200,
-        text=json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass"),
+        text=_line(custom_id, response, None),
         input_tokens=_count(usage.get("prompt_tokens")),
         cached_tokens=_count(details.get("cached_tokens") if isinstance(details, dict) else 0),
         output_tokens=_count(usage.get("completion_tokens")),
@@ -54,13 +49,17 @@ def answered(
 def unanswered(custom_id: str, ending: BatchStatus) -> bytes:
     """The line of the error file for a request that had no answer when its batch ended."""
     code, message = _UNANSWERED[ending]
+    return _line(custom_id, None, {"code": code, "message": message})
+
+
+def _line(custom_id: str, response: dict[str, Any] | None, error: dict[str, str] | None) -> bytes:
     line = {
         "id": new_id("batch_req_"),
         "custom_id": custom_id,
-        "response": None,
-        "error": {"code": code, "message": message},
+        "response": response,
+        "error": error,
     }
-    return json.dumps(line, ensure_ascii=False).encode()
+    return json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def _parsed(said: LineAnswer) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -9,6 +10,7 @@ from typing import Protocol
 
 from pydantic import Field
 
+from loomserve.platform.base.errors import RequestError
 from loomserve.platform.fleet.messages import LineRequest, ServedModel
 
 
@@ -46,6 +48,16 @@ class LineAnswer:
     status: int
     body: bytes
     ended: str | None = None
+
+    @classmethod
+    def of(
+        cls, error: RequestError, outcome: LineOutcome = LineOutcome.ANSWERED, ended: str = ""
+    ) -> LineAnswer:
+        """An error of the platform's own; ``ANSWERED``: another attempt would be refused again."""
+        return cls(outcome, error.status, json.dumps(error.body()).encode(), ended or None)
+
+
+AWAY = LineAnswer(LineOutcome.AWAY, 503, b"{}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 from loomserve.platform.access.keys import check_model
@@ -15,7 +14,7 @@ from loomserve.platform.batch.executor import (
     LineExecutor,
     LineOutcome,
 )
-from loomserve.platform.batch.offline.queue import OfflineQueue, refused
+from loomserve.platform.batch.offline.queue import OfflineQueue
 
 
 class CombinedExecutor:
@@ -40,7 +39,7 @@ class CombinedExecutor:
         try:
             check_model(self._keys.named(call.owner), model)
         except Forbidden as error:
-            return refused(error)
+            return LineAnswer.of(error)
         except Unavailable as error:
-            return LineAnswer(LineOutcome.AWAY, error.status, json.dumps(error.body()).encode())
+            return LineAnswer.of(error, LineOutcome.AWAY)
         return await self._offline[model].execute(call)

@@ -78,14 +78,8 @@ class BatchLane:
         try:
             async with asyncio.TaskGroup() as group:
                 for step in work:
-                    group.create_task(
-                        every(
-                            0.0,
-                            step,
-                            failed=self._warn,
-                            retry_s=_FAILED_S,
-                        )
-                    )
+                    again = every(0.0, step, failed=self._warn, retry_s=_FAILED_S)
+                    group.create_task(again)
         finally:
             self._lifecycle.close()
             self._runner.close()

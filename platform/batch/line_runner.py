@@ -12,7 +12,13 @@ from dataclasses import replace
 
 from loomserve.platform.batch import answers
 from loomserve.platform.batch.dispatch import Dispatcher
-from loomserve.platform.batch.executor import LineAnswer, LineCall, LineExecutor, LineOutcome
+from loomserve.platform.batch.executor import (
+    AWAY,
+    LineAnswer,
+    LineCall,
+    LineExecutor,
+    LineOutcome,
+)
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.length_estimation import LengthEstimator
 from loomserve.platform.batch.live import LiveBatch, RunningLine
@@ -154,10 +160,10 @@ class LineRunner:
             if self.live.get(batch.record.id) is not batch:
                 raise
             # Whoever computed it cancelled it, or the batch was stopped.
-            return LineAnswer(LineOutcome.AWAY, 503, b"{}")
+            return AWAY
         except _FileGoneError:
             self._stop(batch, FILE_GONE)
-            return LineAnswer(LineOutcome.AWAY, 503, b"{}")
+            return AWAY
         except Exception as error:
             _log.warning("line %d of %s: %r", running.line.number, batch.record.id, error)
             return _broken(error)

@@ -25,11 +25,12 @@ from loomserve.platform.config.lending import Lending
 from loomserve.platform.config.lengths import Lengths
 from loomserve.platform.config.loader import load, load_keys, parse
 from loomserve.platform.config.model import Model
-from loomserve.platform.config.model_fields import LOCAL_PROMPT_TOKENS, Pipeline, Roles, Scheduling
+from loomserve.platform.config.model_fields import LOCAL_PROMPT_TOKENS, Pipeline, Roles
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.config.root import Config
 from loomserve.platform.config.router import Router
 from loomserve.platform.config.scaling import Scaling
+from loomserve.platform.config.scheduling import Scheduling
 from loomserve.platform.config.server import LogFormat, Server, Tls
 from loomserve.platform.config.simulated import SIMULATED, Fault, Simulated
 from loomserve.platform.config.tracing import Tracing

@@ -63,7 +63,7 @@ class Adapters(Section):
             if adapter.name in names:
                 raise FieldError(
                     f"two adapters are named {adapter.name!r}; names must differ",
-                    *("load", index, "name"),
+                    ("load", index, "name"),
                 )
             names.add(adapter.name)
         return self

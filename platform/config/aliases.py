@@ -93,4 +93,4 @@ def check_alias(
         else:
             there = ", ".join(sorted(models)) or "none"
             problem = f"there is no model {model!r}; models: {there}"
-        raise FieldError(problem, "models", model)
+        raise FieldError(problem, ("models", model))

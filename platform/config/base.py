@@ -19,9 +19,10 @@ _UNITS = {
 class FieldError(ValueError):
     """Error of a validator of a whole section, which points at the wrong field in it."""
 
-    def __init__(self, message: str, *field: str | int) -> None:
+    def __init__(self, message: str, field: str | tuple[str | int, ...] = ()) -> None:
+        """``field``: its name, or names and indices down to it; none: the section itself."""
         super().__init__(message)
-        self.field = field
+        self.field = (field,) if isinstance(field, str) else field
 
 
 def parse_bytes(value: object) -> int:

@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from loomserve.platform.config.base import FieldError, Section
+from loomserve.platform.config.policies import PolicyRegistry
 
-BatchingPolicy = Literal["s3", "wma", "slo_odbs", "slo_dbs", "odbs", "fifo"]
+BATCHING_POLICIES = PolicyRegistry(
+    "batching policy",
+    "loomserve.batching_policies",
+    "loomserve.routers.static_batching.base:BatchingPolicy",
+    {
+        "s3": "loomserve.routers.static_batching.s3:S3",
+        "wma": "loomserve.routers.static_batching.wma:Wma",
+        "slo_odbs": "loomserve.routers.static_batching.slo_odbs:SloOdbs",
+        "slo_dbs": "loomserve.routers.static_batching.slo_odbs:SloDbs",
+        "odbs": "loomserve.routers.static_batching.slo_odbs:Odbs",
+        "fifo": "loomserve.routers.static_batching.fifo:Fifo",
+    },
+)
 BatchOrder = Literal["hrrn", "oldest", "deadline"]
-_BY_DEADLINE: tuple[BatchingPolicy, ...] = ("slo_odbs", "slo_dbs", "odbs")
-_USED_BY: dict[str, tuple[BatchingPolicy, ...]] = {
-    "size": ("fifo",),
-    "most_waste": ("wma",),
-    "threshold": _BY_DEADLINE,
-    "slo_weight": ("slo_odbs", "odbs"),
-    "output_weight": ("slo_odbs", "slo_dbs"),
-}
+_OPTIONS = ("size", "most_waste", "threshold", "slo_weight", "output_weight")
+"""Fields of the section that are options of some of the platform's own policies."""
 
 
 class Batching(Section):
     """Which lines run together in a static batch, and which batch is next."""
 
-    policy: BatchingPolicy = Field(
+    policy: Annotated[str, BATCHING_POLICIES] = Field(
         "s3",
         description="Which lines run together. s3: bin packing by predicted lengths (S³); wma: "
         "those that waste the least memory accesses on each other (Magnus); slo_odbs, slo_dbs, "
         "odbs: in the order of deadlines, the ends of the lines' windows, a batch ending by "
         "deadlines and lengths, by lengths, by deadlines (UELLM); fifo: the next few.",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Those of a policy that have no field of their own here."
     )
     next: BatchOrder | None = Field(
         None,
@@ -59,30 +69,41 @@ class Batching(Section):
     @property
     def order(self) -> BatchOrder:
         """Which batch runs next, with what suits the policy where nothing is said."""
-        if self.next is not None:
-            return self.next
-        if self.policy in _BY_DEADLINE:
-            return "deadline"
-        return "oldest" if self.policy == "fifo" else "hrrn"
+        suits: BatchOrder = BATCHING_POLICIES.load(self.policy).suits
+        return self.next or suits
+
+    def batching_policy(self) -> Any:
+        """A new :class:`~loomserve.routers.static_batching.base.BatchingPolicy`."""
+        return BATCHING_POLICIES.make(self.policy, self._given())
+
+    def _given(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in _OPTIONS if self.policy in _who_takes(name)}
+        return own | self.options
 
     @model_validator(mode="after")
     def _fields_belong_to_the_policy(self) -> Batching:
-        for name, policies in _USED_BY.items():
+        for name in _OPTIONS:
             unlike = getattr(self, name) != type(self).model_fields[name].default
-            if unlike and self.policy not in policies:
+            if unlike and self.policy not in _who_takes(name):
                 raise FieldError(
                     f"{self.policy} does not have it: leave it out, or set policy to "
-                    f"{' or '.join(policies)}",
+                    f"{' or '.join(_who_takes(name))}",
                     name,
                 )
-        if self.policy == "fifo" and self.size is None:
-            raise FieldError(
-                "fifo needs it: give the lines that fit into kv_cache_memory, however long", "size"
-            )
-        if self.next == "deadline" and self.policy not in _BY_DEADLINE:
+        fields = [name for name in _OPTIONS if name not in self.options]
+        BATCHING_POLICIES.check(self.policy, self._given(), "options", but=fields)
+        if self.next == "deadline" and BATCHING_POLICIES.load(self.policy).suits != "deadline":
+            own = BATCHING_POLICIES.own
+            others = [name for name in own if BATCHING_POLICIES.load(name).suits == "deadline"]
             raise FieldError(
                 f"{self.policy} has no order of deadlines: write hrrn or oldest, or set policy to "
-                f"{' or '.join(_BY_DEADLINE)}",
+                f"{' or '.join(others)}",
                 "next",
             )
         return self
+
+
+def _who_takes(option: str) -> list[str]:
+    """The platform's own policies that have an option; brought ones have theirs in ``options``."""
+    own = BATCHING_POLICIES.own
+    return [name for name in own if option in BATCHING_POLICIES.load(name).Options.model_fields]

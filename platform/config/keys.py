@@ -80,10 +80,10 @@ def check_keys_differ(keys: tuple[ApiKey, ...]) -> None:
     hashes: set[str] = set()
     for index, key in enumerate(keys):
         if key.name in names:
-            raise FieldError("two API keys have the same name", index, "name")
+            raise FieldError("two API keys have the same name", (index, "name"))
         names.add(key.name)
         for field, value in (("hash", key.hash), ("next_hash", key.next_hash)):
             if value in hashes:
-                raise FieldError("two API keys have the same hash", index, field)
+                raise FieldError("two API keys have the same hash", (index, field))
             if value is not None:
                 hashes.add(value)

@@ -222,7 +222,7 @@ def _placed(given: dict[str, Any], *field: str | int) -> dict[str, Any]:
     """Without ``devices`` that the platform chooses."""
     devices = given.get("devices")
     if devices == []:
-        raise FieldError("is empty: name one at least, or write auto", *field)
+        raise FieldError("is empty: name one at least, or write auto", field)
     return {name: value for name, value in given.items() if name != "devices" or value != AUTO}
 
 
@@ -231,7 +231,9 @@ def _named(name: str, fields: Any) -> dict[str, Any]:
     if isinstance(fields, str):
         return {"name": name, "source": fields}
     if not isinstance(fields, dict):
-        raise FieldError("write its source, such as demo, or a mapping", "models", name)
+        raise FieldError("write its source, such as demo, or a mapping", ("models", name))
     if "name" in fields:
-        raise FieldError(f"{name!r} stands before it already: leave it out", "models", name, "name")
+        raise FieldError(
+            f"{name!r} stands before it already: leave it out", ("models", name, "name")
+        )
     return {"name": name, **fields}

@@ -72,13 +72,13 @@ def _check_scaling(model: ModelFields, scaling: Scaling) -> None:
             f"model {model.name!r} asks for up to {scaling.max} replicas on "
             f"{len(model.devices)} devices; a device runs one replica of a model, so give at "
             f"most {len(model.devices)}, or more devices",
-            *("replicas", "max"),
+            ("replicas", "max"),
         )
     if model.pinned and not scaling.min:
         raise FieldError(
             f"model {model.name!r} is pinned, so it is never put away: make this 1, or leave "
             "pinned out",
-            *("replicas", "min"),
+            ("replicas", "min"),
         )
 
 
@@ -113,14 +113,14 @@ def _check_pipeline(model: ModelFields) -> None:
         raise FieldError(
             f"model {model.name!r} has {len(model.devices)} devices: give the layers of each, "
             "or leave this out",
-            *("pipeline", "layers"),
+            ("pipeline", "layers"),
         )
     for field, why in _REFUSED_WITH_PIPELINE.items():
         if getattr(model, field) is not None:
             raise FieldError(f"{why}: leave it out, or pipeline", field)
     for option in ("pipeline_parallel_size", "tensor_parallel_size"):
         if option in model.engine:
-            raise FieldError("is set through 'pipeline'", "engine", option)
+            raise FieldError("is set through 'pipeline'", ("engine", option))
 
 
 def _check_idle(model: ModelFields) -> None:
@@ -142,7 +142,7 @@ def _check_adapters(model: ModelFields) -> None:
         )
     for option, why in _REFUSED_WITH_ADAPTERS.items():
         if model.engine.get(option):
-            raise FieldError(f"{why}: leave it out", "engine", option)
+            raise FieldError(f"{why}: leave it out", ("engine", option))
 
 
 def _check_lending(model: ModelFields) -> None:
@@ -153,11 +153,11 @@ def _check_lending(model: ModelFields) -> None:
         raise FieldError(
             f"model {model.name!r} has {model.kv_cache_memory} bytes of KV memory "
             "(kv_cache_memory) and cannot lend more",
-            *("lending", "lend_memory"),
+            ("lending", "lend_memory"),
         )
     for option, (allowed, why) in _ALLOWED_WITH_LENDING.items():
         if option in model.engine and model.engine[option] not in allowed:
-            raise FieldError(f"{why}: leave it out, or lending", "engine", option)
+            raise FieldError(f"{why}: leave it out, or lending", ("engine", option))
     if model.lending.among_replicas and len(model.devices) == 1:
         raise FieldError(
             f"model {model.name!r} lends and borrows, which its replicas do among themselves, "
@@ -174,7 +174,7 @@ def _check_borrowers_scheduling(model: ModelFields) -> None:
             raise FieldError(
                 f"model {model.name!r} borrows memory, and KV that lies with a lender can "
                 "only be computed again, in chunks: leave this out, or borrow_memory",
-                *("scheduling", option),
+                ("scheduling", option),
             )
 
 

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from loomserve.platform.config import Config, parse_bytes
 from loomserve.platform.config.base import AUTO
+from loomserve.platform.config.policies import PolicyRegistry
 
 _WORDS: dict[object, str] = {
     bool: "true or false",
@@ -74,6 +75,8 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if _is_size(metadata):
         return "size such as 512MiB"
+    if named := [one for one in metadata if isinstance(one, PolicyRegistry)]:
+        return " | ".join(named[0].names)
     if origin is Annotated:
         flat = FieldInfo.from_annotation(annotation)
         return _type(flat.annotation, flat.metadata)

@@ -69,20 +69,20 @@ class Config(Section):
                 raise FieldError(
                     f"model {model.name!r} keeps nothing in a KV store: add a kvstore section to "
                     "the file and do not set the model's kvstore to false, or set no quota",
-                    *("models", index, "kvstore_quota"),
+                    ("models", index, "kvstore_quota"),
                 )
             if model.pipeline is not None and in_store:
                 raise FieldError(
                     f"model {model.name!r} is a pipeline, whose stages' blocks the KV store does "
                     "not keep: set its kvstore to false",
-                    *("models", index, "pipeline"),
+                    ("models", index, "pipeline"),
                 )
             if model.roles is not None and not in_store:
                 raise FieldError(
                     f"model {model.name!r} hands its KV from prefill to decode through the KV "
                     "store: add a kvstore section to the file and do not set the model's kvstore "
                     "to false, or set no roles",
-                    *("models", index, "roles"),
+                    ("models", index, "roles"),
                 )
             for option in ("preemption", "swap_space") if not in_store else ():
                 if getattr(model.scheduling, option) not in (None, "recompute"):
@@ -90,14 +90,14 @@ class Config(Section):
                         f"model {model.name!r} has no KV store to swap to: add a kvstore section "
                         "to the file and do not set the model's kvstore to false, or leave this "
                         "out",
-                        *("models", index, "scheduling", option),
+                        ("models", index, "scheduling", option),
                     )
             for option in _KV_TRANSFER_OPTIONS if in_store else ():
                 if option in model.engine:
                     raise FieldError(
                         f"model {model.name!r} keeps its KV blocks in the store: set its kvstore "
                         "to false to use another connector",
-                        *("models", index, "engine", option),
+                        ("models", index, "engine", option),
                     )
         return self
 
@@ -112,7 +112,7 @@ class Config(Section):
                 raise FieldError(
                     f"model {model.name!r} has nobody to borrow from: give another model "
                     "lending.lend_memory, and no borrow_memory",
-                    *("models", index, "lending", "borrow_memory"),
+                    ("models", index, "lending", "borrow_memory"),
                 )
             for position, name in enumerate(lending.lenders):
                 if not lend.get(name):
@@ -120,7 +120,7 @@ class Config(Section):
                     raise FieldError(
                         f"model {model.name!r} cannot borrow from {name!r}, which {what}; "
                         f"those that lend: {', '.join(n for n in lend if lend[n])}",
-                        *("models", index, "lending", "lenders", position),
+                        ("models", index, "lending", "lenders", position),
                     )
         return self
 
@@ -146,7 +146,7 @@ class Config(Section):
                         f"devices {owner[place]!r} and {device.name!r} both claim "
                         f"{field.removesuffix('s')} {number}"
                         + (f" of node {device.node!r}" if device.node else ""),
-                        *("devices", index, field),
+                        ("devices", index, field),
                     )
                 owner[place] = device.name
         return self
@@ -166,20 +166,20 @@ class Config(Section):
             raise FieldError(
                 f"{host!r} is an address of one node, and cluster.gateways asks for a gateway on "
                 "each: listen on 0.0.0.0 or ::, or set cluster.gateways to one_node",
-                *("server", "host"),
+                ("server", "host"),
             )
         for index, device in enumerate(self.devices):
             if self.cluster is None and device.node is not None:
                 raise FieldError(
                     f"device {device.name!r} names a node, and there is but this machine: add a "
                     "cluster section to the file, or leave this out",
-                    *("devices", index, "node"),
+                    ("devices", index, "node"),
                 )
             if self.cluster is not None and device.node is None:
                 raise FieldError(
                     f"device {device.name!r} is on none of the cluster's nodes: give it the name "
                     "of one (loomserve node --name)",
-                    *("devices", index, "node"),
+                    ("devices", index, "node"),
                 )
         on = {device.name: device.on for device in self.devices}
         for index, model in enumerate(self.models):
@@ -187,7 +187,7 @@ class Config(Section):
                 raise FieldError(
                     f"model {model.name!r} is one engine, whose stages pass tensors through shared "
                     "memory: give it devices of one node",
-                    *("models", index, "devices"),
+                    ("models", index, "devices"),
                 )
 
     @property
@@ -210,7 +210,7 @@ class Config(Section):
             if name in taken:
                 raise FieldError(
                     f"two models are named {model.name!r}; names must differ, under models too",
-                    *(*place, "name"),
+                    (*place, "name"),
                 )
             taken.append(name)
             if kinds.get(model.device) != "cpu":
@@ -218,7 +218,7 @@ class Config(Section):
                 raise FieldError(
                     f"model {model.name!r} names device {model.device!r}, which is no CPU device "
                     f"under devices ({there or 'there is none'})",
-                    *(*place, "device"),
+                    (*place, "device"),
                 )
 
     def _check_aliases(self) -> None:
@@ -228,7 +228,7 @@ class Config(Section):
             try:
                 check_alias(name, alias, models=models, batch_only=offline, aliases=self.aliases)
             except FieldError as error:
-                raise FieldError(str(error), "aliases", name, *error.field) from None
+                raise FieldError(str(error), ("aliases", name, *error.field)) from None
 
     def _check_predictors(self) -> None:
         predictors: dict[str, str] = {}
@@ -247,13 +247,13 @@ class Config(Section):
                 raise FieldError(
                     f"name one: nothing is learnt from what the offline model {model.name!r} "
                     "answers, so run loomserve lengths train",
-                    *(*place, "lengths", "predictor"),
+                    (*place, "lengths", "predictor"),
                 )
             if name in predictors:
                 raise FieldError(
                     f"models {predictors[name]!r} and {model.name!r} both name it: answers of two "
                     "models differ in length, so train a predictor for each",
-                    *(*place, "lengths", "predictor"),
+                    (*place, "lengths", "predictor"),
                 )
             predictors[name] = model.name
 
@@ -267,19 +267,19 @@ def _check_model_devices(config: Config, index: int, model: Model) -> None:
         raise FieldError(
             f"model {model.name!r} names a device, and devices is auto, whose names are found "
             "out only when the platform starts: list the devices, or leave this out",
-            *("models", index, "devices"),
+            ("models", index, "devices"),
         )
     for position, name in enumerate(model.devices):
         if name not in kinds:
             raise FieldError(
                 f"model {model.name!r} names device {name!r}, which is not under devices "
                 f"({', '.join(sorted(kinds))})",
-                *("models", index, "devices", position),
+                ("models", index, "devices", position),
             )
     if len({kinds[name] for name in model.devices}) > 1:
         raise FieldError(
             f"model {model.name!r} mixes CPU and GPU devices; use one kind",
-            *("models", index, "devices"),
+            ("models", index, "devices"),
         )
     _check_model_memory(config, index, model)
     if "cuda" in (kinds[name] for name in model.devices):
@@ -288,7 +288,7 @@ def _check_model_devices(config: Config, index: int, model: Model) -> None:
         raise FieldError(
             f"model {model.name!r} runs on CPU devices, where vLLM has its first model runner "
             "alone: leave it out",
-            *("models", index, "model_runner"),
+            ("models", index, "model_runner"),
         )
 
 
@@ -298,7 +298,7 @@ def _check_on_gpus(index: int, model: Model) -> None:
         raise FieldError(
             f"model {model.name!r} runs on GPUs, and lending works on CPU devices only, "
             "not yet on GPUs: its ring, mapped memory and attention are the host's. Leave it out",
-            *("models", index, "lending"),
+            ("models", index, "lending"),
         )
     for option in _PARALLEL_OPTIONS:
         if model.engine.get(option, 1) != 1:
@@ -306,7 +306,7 @@ def _check_on_gpus(index: int, model: Model) -> None:
                 f"an engine of model {model.name!r} has one GPU, that of its device, and no other "
                 "to divide itself among: leave it out, or give the model several devices and "
                 "pipeline",
-                *("models", index, "engine", option),
+                ("models", index, "engine", option),
             )
 
 
@@ -317,7 +317,7 @@ def _check_model_memory(config: Config, index: int, model: Model) -> None:
             raise FieldError(
                 f"model {model.name!r} alone would take all of device {device.name!r}'s "
                 f"memory ({device.memory} bytes): lower it, or raise the device's memory",
-                *("models", index, "kv_cache_memory"),
+                ("models", index, "kv_cache_memory"),
             )
 
 
@@ -329,7 +329,7 @@ def _refuse_duplicates(field: str, names: list[str]) -> None:
     for index, name in enumerate(names):
         if name in names[:index]:
             message = f"two {field} are named {name!r}; names must differ"
-            raise FieldError(message, field, index, "name")
+            raise FieldError(message, (field, index, "name"))
 
 
 def _models_and_adapters(models: Sequence[Model], offline: Sequence[OfflineModel]) -> list[str]:
@@ -342,7 +342,7 @@ def _models_and_adapters(models: Sequence[Model], offline: Sequence[OfflineModel
                 raise FieldError(
                     f"{taken[name]} is named {name!r} already; clients ask for adapters as for "
                     "models, so names must differ",
-                    *("models", index, "adapters", "load", position, "name"),
+                    ("models", index, "adapters", "load", position, "name"),
                 )
             taken[name] = f"an adapter of model {model.name!r}"
     return [name for model in models for name in (model.name, *model.adapter_names)]

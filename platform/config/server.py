@@ -1,4 +1,4 @@
-"""The section ``server``."""
+"""The section ``server``, with ``server.tls`` and ``server.usage``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.config.base import Bytes, FieldError, Section
 from loomserve.platform.config.keys import ApiKey, KeyHash, check_keys_differ
 from loomserve.platform.config.tracing import Tracing
+
+HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?$")]
+
+LogFormat = Literal["text", "json"]
+
+
+class Tls(Section):
+    """The certificate by which the server speaks TLS (1.2 or 1.3)."""
+
+    certificate: Annotated[str, Field(min_length=1)] = Field(
+        description="PEM file with the server's certificate and then those of its issuers, "
+        "relative to this file. A new one is taken over within two seconds, without a restart.",
+    )
+    key: Annotated[str, Field(min_length=1)] = Field(
+        description="PEM file with its private key, not encrypted, that no other user can read.",
+    )
 
 
 class Usage(Section):
@@ -26,26 +42,6 @@ class Usage(Section):
         le=3600,
         description="How often lines are written; a gateway that is killed forgets so much.",
     )
-
-
-FilePath = Annotated[str, Field(min_length=1)]
-
-
-class Tls(Section):
-    """The certificate by which the server speaks TLS (1.2 or 1.3)."""
-
-    certificate: FilePath = Field(
-        description="PEM file with the server's certificate and then those of its issuers, "
-        "relative to this file. A new one is taken over within two seconds, without a restart.",
-    )
-    key: FilePath = Field(
-        description="PEM file with its private key, not encrypted, that no other user can read.",
-    )
-
-
-HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?$")]
-
-LogFormat = Literal["text", "json"]
 
 
 class Server(Section):

@@ -32,7 +32,7 @@ PLATFORM_BYTES = 2 * 2**30
 # Ray's own processes and the fork server on a node that has nothing but engines.
 NODE_BYTES = 2**30
 # Each process that takes requests, beside the first on the node with the controller.
-FRONT_END_BYTES = 0.75 * 2**30
+GATEWAY_BYTES = 0.75 * 2**30
 # What each of them keeps for each model that has been asked for, whether or not it is loaded, and
 # for each tokenizer, which names of one source share.
 SERVED_MODEL_BYTES = 10 * 2**20
@@ -99,35 +99,35 @@ def plan_replicas(
     available_bytes: float,
     kvstore_bytes: int = 0,
     offline_bytes: float = 0,
-    front_ends: int = 1,
+    gateways: int = 1,
     gpus: Mapping[str, Gpu] | None = None,
     served: Collection[Model] = (),
 ) -> dict[str, int]:
     """Plan the number of replicas to start for each model, on this machine alone.
 
-    ``models`` start with the platform, ``served`` may be asked for, ``front_ends`` are gateway
+    ``models`` start with the platform, ``served`` may be asked for, ``gateways`` are gateway
     processes. Raises StartError if the least that the configuration asks for does not fit.
     """
-    taken = platform_bytes(front_ends, served) + kvstore_bytes + offline_bytes
+    taken = platform_bytes(gateways, served) + kvstore_bytes + offline_bytes
     here = NodeMemory(available_bytes, taken, with_store=bool(kvstore_bytes))
     on = {device: LOCAL_NODE for model in models for device in model.devices}
     return plan_on_nodes(models, held_bytes, on, {LOCAL_NODE: here}, gpus)
 
 
-def platform_bytes(front_ends: int, models: Collection[Model]) -> float:
+def platform_bytes(gateways: int, models: Collection[Model]) -> float:
     """Memory of Ray, of what there is once, and of the gateway processes beside these."""
-    return PLATFORM_BYTES + (front_ends - 1) * FRONT_END_BYTES + _served(front_ends, models)
+    return PLATFORM_BYTES + (gateways - 1) * GATEWAY_BYTES + _served(gateways, models)
 
 
-def node_bytes(front_ends: int, models: Collection[Model]) -> float:
+def node_bytes(gateways: int, models: Collection[Model]) -> float:
     """Memory of Ray and of the gateway processes on any other node."""
-    return NODE_BYTES + front_ends * FRONT_END_BYTES + _served(front_ends, models)
+    return NODE_BYTES + gateways * GATEWAY_BYTES + _served(gateways, models)
 
 
-def _served(front_ends: int, models: Collection[Model]) -> float:
+def _served(gateways: int, models: Collection[Model]) -> float:
     sources = {(model.source, model.revision) for model in models}
     each = len(models) * SERVED_MODEL_BYTES + len(sources) * TOKENIZER_BYTES
-    return front_ends * each
+    return gateways * each
 
 
 @dataclass(frozen=True)

@@ -46,5 +46,5 @@ class ModelContinuationMetrics:
         self._pauses.labels(self._model).observe(seconds)
 
     def ended(self, reason: str) -> None:
-        """A request was ended; ``reason`` is of :class:`~.policy.continuation.Fate`."""
+        """A request was ended; ``reason`` is of :class:`~.policy.continuation.Action`."""
         self._ended.labels(self._model, reason).inc()

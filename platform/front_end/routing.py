@@ -27,7 +27,7 @@ class RoutingContext:
     salt: str | None = None
     """Its cache salt, where vLLM's request has no field for it."""
     trace: RequestTrace | None = None
-    """Of its stays with replicas; None: there is none."""
+    """Has a span for each replica that it is with; None: there is none."""
 
 
 routing_context: ContextVar[RoutingContext | None] = ContextVar("routing_context", default=None)

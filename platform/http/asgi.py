@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 R = TypeVar("R")
 
@@ -45,6 +45,24 @@ def own_post(path: str, content_type: bytes, *headers: tuple[bytes, bytes]) -> S
         "server": ("127.0.0.1", 80),
         "state": {},
     }
+
+
+class CollectedAnswer:
+    """A ``send`` that keeps the whole answer, for a request of the platform's own."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.body = bytearray()
+
+    async def send(self, message: Message) -> None:
+        self.status = message.get("status", self.status)
+        self.body += message.get("body", b"")
+
+
+async def never_gone() -> Message:
+    """A ``receive`` of a client that stays: the caller cancels instead."""
+    never: Message = await asyncio.get_running_loop().create_future()
+    return never
 
 
 class ClientGoneError(Exception):

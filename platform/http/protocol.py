@@ -24,7 +24,7 @@ from loomserve.platform.base.errors import (
 )
 from loomserve.platform.base.loopback import is_loopback
 
-LOOKS = 8
+CHECKS = 8
 """How often a connection is looked at within its ``send_timeout_s``."""
 # After its last answer a connection takes, and drops, what its client still sends. If it were
 # closed at once, the kernel would reset it, and the client might never read the answer.
@@ -131,13 +131,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def look(self) -> None:
-        """Cut off a client that takes nothing; called ``LOOKS`` times in ``send_timeout_s``."""
+        """Cut off a client that takes nothing; called ``CHECKS`` times in ``send_timeout_s``."""
         unsent = self.transport.get_write_buffer_size()
         # Then nothing is added to what is unsent, and it stays the same only if nothing is taken.
         waits = self.is_idle or self.flow.write_paused or self.transport.is_closing()
         self._still = self._still + 1 if waits and unsent and unsent == self._unsent else 0
         self._unsent = unsent
-        if self._still >= LOOKS:
+        if self._still >= CHECKS:
             self.transport.abort()
 
     @property

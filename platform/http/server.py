@@ -19,11 +19,11 @@ from loomserve.platform.base.descriptors import for_clients
 from loomserve.platform.base.errors import Forbidden, Unavailable
 from loomserve.platform.base.periodic import every
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER
-from loomserve.platform.http.protocol import LOOKS, BoundedProtocol, Bounds, too_many
+from loomserve.platform.http.protocol import CHECKS, BoundedProtocol, Bounds, too_many
 from loomserve.platform.http.tls import LiveCertificate
 
 _BACKLOG = 2048
-_LOOK_S = 1.0
+_POLL_INTERVAL_S = 1.0
 # Without file descriptors for more, trying again at once would only keep the processor busy.
 _RETRY_S = 0.1
 # Accepted before others have their turn.
@@ -91,9 +91,9 @@ class HttpServer:
         self._socket.listen(_BACKLOG)
         self._accepting = [asyncio.create_task(self._accept())]
         if self._certificate is not None:
-            self._accepting.append(asyncio.create_task(every(_LOOK_S, self._refresh)))
+            self._accepting.append(asyncio.create_task(every(_POLL_INTERVAL_S, self._refresh)))
         if (send_timeout_s := self._bounds.send_timeout_s) is not None:
-            self._looking = [asyncio.create_task(every(send_timeout_s / LOOKS, self._look))]
+            self._looking = [asyncio.create_task(every(send_timeout_s / CHECKS, self._look))]
 
     @property
     def alive(self) -> bool:

@@ -37,7 +37,7 @@ _SHARED_BYTES_OF_ENGINE = 256 * 2**20
 # What Ray, its agents and the gateway compute beside the engines' cores.
 _PLATFORM_CPUS = 1
 _HEAD_CPUS = 2
-# An engine on a GPU: its own step, and the front ends' part.
+# An engine on a GPU: its own step, and the gateways' part.
 _CPUS_BESIDE_GPU = 2
 # A pod that gets SIGTERM leaves its Service meanwhile, of which all endpoints have to hear.
 _PRE_STOP_S = 15
@@ -159,9 +159,9 @@ def _node(config: Config, name: str, weights: Mapping[str, int]) -> dict[str, An
     cores = sorted({core for device in devices for core in device.cores})
     gpus = sorted(device.gpu for device in devices if device.gpu is not None)
     alone = config.cluster is None
-    front_ends = config.server.front_ends
+    gateways = config.server.front_ends
     platform = platform_bytes if alone else node_bytes
-    memory = platform(front_ends, config.models)
+    memory = platform(gateways, config.models)
     engines = 0
     for model in config.models:
         here = _engines_on(model, weights[model.name], devices)

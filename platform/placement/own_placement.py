@@ -40,9 +40,9 @@ def placed_on(
 ) -> Placed:
     """The same on a cluster's nodes, of which ``own`` has what there is but once."""
     weights = _weights(config, base, say, nodes.values())
-    front_ends = config.server.front_ends if config.has_gateways_on_each_node else 0
+    gateways = config.server.front_ends if config.has_gateways_on_each_node else 0
     once = _taken_once(config, weights)
-    elsewhere = node_bytes(front_ends, config.models)
+    elsewhere = node_bytes(gateways, config.models)
     there = {
         name: NodeParts(parts, (once if name == own else elsewhere) + _store(config))
         for name, parts in nodes.items()

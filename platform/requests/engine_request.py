@@ -29,7 +29,6 @@ from loomserve.platform.requests.media import check_media
 from loomserve.platform.requests.policy.conversation import check_conversation, check_messages
 from loomserve.platform.requests.policy.fields import PLATFORMS_OWN, RESPONSES
 from loomserve.platform.requests.policy.grammars import check_grammars
-from loomserve.platform.requests.policy.lists import check_lists, check_numbers
 from loomserve.platform.requests.policy.logprobs import check_logprobs
 from loomserve.platform.requests.policy.obeyed import asking_nothing, check_obeyed, thinking
 from loomserve.platform.requests.policy.sequences import (
@@ -38,6 +37,7 @@ from loomserve.platform.requests.policy.sequences import (
     sequences,
     texts_to_compute,
 )
+from loomserve.platform.requests.policy.values import check_values
 from loomserve.platform.scheduling.policy.hints import BACKGROUND, DEADLINE, EXPECTED, Expected
 
 FORWARDED = tuple(ENDPOINTS)
@@ -259,10 +259,9 @@ class EngineRequest:
 def _check(path: str, fields: Mapping[str, Any], texts: Mapping[str, bytes]) -> None:
     _refuse_platform_fields(fields)
     check_obeyed(path, fields, texts)
-    check_numbers(fields, but=TEXTS)
     check_prompts(path, fields, texts)
     check_grammars(fields)
-    check_lists(fields, but=TEXTS)
+    check_values(path, fields, TEXTS)
 
 
 def _refuse_platform_fields(fields: Mapping[str, Any]) -> None:

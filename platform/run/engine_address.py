@@ -1,4 +1,4 @@
-"""Where front ends reach an engine's process, and on which node a process is."""
+"""Where clients reach an engine's process, and on which node a process is."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class EngineNetwork:
-    """The sockets of an :class:`EngineAddress` for other nodes, and what lets their front ends in.
+    """The sockets of an :class:`EngineAddress` for other nodes, and what lets their clients in.
 
-    Keys are CURVE's, in Z85: of the engine, by which front ends know it, and of front ends, by
-    which it knows them. Their holder may have the engine compute.
+    Keys are CURVE's, in Z85: of the engine, by which clients know it, and of clients, by which it
+    knows them. Their holder may have the engine compute.
     """
 
     input: str

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from loomserve.platform.config import KvStore, Model, Scheduling
+from loomserve.platform.config import KvStore, Model
+from loomserve.platform.config.scheduling import QUEUE_ORDERS, QueueName, Scheduling
+from loomserve.platform.scheduling.policy.queue import QueuePolicy
 
 ADDITIONAL_CONFIG = "loomserve"
 """The key of ``additional_config`` under which an engine's scheduler finds its options."""
@@ -16,8 +18,14 @@ class SchedulerOptions(Scheduling):
     """Options of one engine's scheduler: ``models[].scheduling`` with nothing left to be chosen."""
 
     preemption: Literal["adaptive", "swap", "recompute"] = "recompute"
-    queue: Literal["fair", "fcfs", "deadline", "sjf"] = "fcfs"
+    queue: QueueName = "fcfs"
+    queue_options: dict[str, Any] = Field(default_factory=dict)
     swap_bytes: int = Field(0, ge=0, description="Swap space in the KV store.")
+
+    def queue_policy(self) -> QueuePolicy:
+        """A new one, without anything kept yet."""
+        policy: QueuePolicy = QUEUE_ORDERS.make(self.queue, self.queue_options)
+        return policy
 
 
 def scheduler_options(model: Model, store: KvStore | None) -> SchedulerOptions:

@@ -13,10 +13,12 @@ several kinds of KV cache in one model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
+from loomserve.platform.config.scheduling import QUEUE_ORDERS
 from loomserve.platform.scheduling.policy.admission import (
     StartCandidate,
     never_computed_twice,
@@ -24,8 +26,13 @@ from loomserve.platform.scheduling.policy.admission import (
 )
 from loomserve.platform.scheduling.policy.hints import Expected
 from loomserve.platform.scheduling.policy.peak import Growing, PastAnswers, fitting
-from loomserve.platform.scheduling.policy.preemption import PREEMPTIONS, PreemptionMode, Victim
-from loomserve.platform.scheduling.policy.queue import QUEUES, Priority, QueuedRequest
+from loomserve.platform.scheduling.policy.preemption import (
+    PREEMPTIONS,
+    PreemptionMode,
+    StayingRequest,
+    Victim,
+)
+from loomserve.platform.scheduling.policy.queue import QueuedRequest, QueuePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +85,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """Names of the policies that an engine uses; a queue may be one that no engine has."""
+    """Names of the policies that an engine uses, and the options of its queue order."""
 
-    queue: str | Priority = "fcfs"
+    queue: str = "fcfs"
     preemption: str = "recompute"
     chunked_recompute: bool = True
     peak_admission: bool = True
+    queue_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +209,10 @@ class _Progress:
 
 
 class Simulator:
-    """Engine that computes nothing; :meth:`schedule` and :meth:`end` make a step."""
+    """Engine that computes nothing; :meth:`schedule` and :meth:`end` make a step.
+
+    Requests may come while it runs; whoever runs it long takes ended ones from ``times``.
+    """
 
     def __init__(
         self, requests: Iterable[SimulatedRequest], limits: Limits, policies: Policies, costs: Costs
@@ -210,8 +221,7 @@ class Simulator:
         self._limits = limits
         self._policies = policies
         self._costs = costs
-        queue = policies.queue
-        self._priority = QUEUES[queue] if isinstance(queue, str) else queue
+        self._queue: QueuePolicy = QUEUE_ORDERS.make(policies.queue, policies.queue_options)
         self._coming: deque[_Progress] = deque()
         for request in sorted(requests, key=lambda one: one.arrived_s):
             self.add(request)
@@ -233,6 +243,42 @@ class Simulator:
         if self._limits.blocks_for(one.most_tokens) > self._limits.blocks:
             raise ValueError(f"{request.name} does not fit into {self._limits.blocks} blocks")
         self._coming.append(one)
+
+    def remove(self, name: str) -> None:
+        """Forget a request whose client has gone, between two steps."""
+        for kept in (self._coming, self._waiting, self._running):
+            for one in kept:
+                if one.request.name == name:
+                    kept.remove(one)
+                    self._queue.ended(self._queued(one))
+                    self._free_blocks += one.blocks
+                    self._free_swap += one.swap_bytes
+                    return
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting) + len(self._coming)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of blocks that requests hold."""
+        return 1 - self._free_blocks / self._limits.blocks
+
+    @property
+    def free_swap(self) -> int:
+        return self._free_swap
+
+    def staying(self) -> Iterator[StayingRequest]:
+        """Requests that can go on elsewhere without losing what is just being computed."""
+        for one in (*self._coming, *self._waiting, *self._running):
+            waits = one not in self._running
+            if waits or not one.prefilling:
+                request = one.request
+                yield StayingRequest(request.name, one.tokens, waits, request.arrived_s)
 
     @property
     def due_s(self) -> float | None:
@@ -272,6 +318,7 @@ class Simulator:
             one.generated += not one.prefilling
             if one.generated == one.request.output_tokens:
                 self._past_answers.note(one.generated)
+                self._queue.ended(self._queued(one))
                 self._free_blocks += one.blocks
                 assert one.started_s is not None
                 self.times[one.request.name] = Times(one.request.arrived_s, one.started_s, now)
@@ -280,7 +327,7 @@ class Simulator:
     def _sort(self, now: float) -> None:
         def key(one: _Progress) -> tuple[object, ...]:
             background = one.request.background
-            if self._policies.queue == "fcfs":
+            if self._queue.as_they_came:
                 # vLLM's own order is first come, first served.
                 return (background,)
             name, arrived_s = one.request.name, one.request.arrived_s
@@ -303,9 +350,10 @@ class Simulator:
         return made_way
 
     def _priority_of(self, one: _Progress, now: float) -> float:
-        return self._priority(
-            one.queued(self._costs, timed=self._policies.queue == "deadline"), now
-        )
+        return self._queue.priority(self._queued(one), now)
+
+    def _queued(self, one: _Progress) -> QueuedRequest:
+        return one.queued(self._costs, timed=self._queue.asks_left_s)
 
     def _allowed(self, now: float) -> tuple[list[_Progress], list[_Progress]]:
         """Requests that may run in this step, and those that may start in it, in their order."""

@@ -21,7 +21,7 @@ import zmq
 
 from loomserve.platform.engine.core.addresses import DEAD
 from loomserve.platform.engine.core.departures import MOVE_TO, Departures
-from loomserve.platform.engine.core.front_ends import NOBODY, FrontEnds
+from loomserve.platform.engine.core.engine_clients import NOBODY, EngineClients
 from loomserve.platform.engine.core.messages import EngineFacts, EngineStart
 from loomserve.platform.engine.core.metering import CoreMeter
 from loomserve.platform.engine.core.network_sockets import NetworkSockets
@@ -32,7 +32,7 @@ from loomserve.platform.simulated import wire
 from loomserve.platform.simulated.engine import SimulatedEngine
 from loomserve.platform.simulated.faults import Faults
 from loomserve.platform.simulated.options import EngineOptions
-from loomserve.platform.state.told_load import LoadBook
+from loomserve.platform.state.load_report import LoadBook
 
 _logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class SimulatedCore:
         time.sleep(given.start_s)
         self.meter, self.loads = CoreMeter(), LoadBook()
         self._engine = engine(options)
-        self._front_ends = FrontEnds(start.silence_s)
+        self._clients = EngineClients(start.silence_s)
         self._departures = Departures()
         self._network = NetworkSockets(start.host)
         self._inputs: Queue[Callable[[], None]] = Queue()
@@ -64,7 +64,7 @@ class SimulatedCore:
         self.adapters: dict[int, Mapping[str, Any]] = {}
         self._ended = False
         self._bound = threading.Barrier(3)
-        sender = OutputSender(self.output_queue, self._front_ends, self)
+        sender = OutputSender(self.output_queue, self._clients, self)
         also = partial(self._is_bound, "output")
         send = partial(sender.run, start.address.output, start.queued, also)
         self._sending = self._thread("outputs", send)
@@ -126,7 +126,7 @@ class SimulatedCore:
         except Empty:
             return
 
-    # Front ends
+    # Clients
 
     def _is_bound(
         self, name: str, context: zmq.Context[Any], socket: zmq.Socket[bytes]
@@ -142,13 +142,13 @@ class SimulatedCore:
         ):
             while True:
                 identity, kind, *data = socket.recv_multipart()
-                index = self._front_ends.index_of(identity)
+                index = self._clients.index_of(identity)
                 if index is None:
                     continue
                 try:
                     self._take(index, kind, data)
                 except Exception:
-                    _logger.exception("a front end sent what cannot be read")
+                    _logger.exception("an engine client sent what cannot be read")
 
     def _take(self, index: int, kind: bytes, data: Sequence[Any]) -> None:
         if kind == wire.ADD:
@@ -159,7 +159,7 @@ class SimulatedCore:
             _, call_id, method, args = wire.value_of(data)
             work = partial(self._answer, index, call_id, method, args)
         else:
-            raise ValueError(f"front ends do not send {kind!r}")
+            raise ValueError(f"clients do not send {kind!r}")
         self._inputs.put(work)
 
     def _add(self, index: int, request: wire.WireRequest) -> None:
@@ -214,7 +214,7 @@ class SimulatedCore:
     def gone(self, index: int) -> None:
         def end() -> None:
             requests = self._engine.requests.values()
-            self._abort([each.request_id for each in requests if each.front_end == index])
+            self._abort([each.request_id for each in requests if each.client == index])
             self.loads.gone(index)
 
         self.between_steps(end)
@@ -258,7 +258,7 @@ class SimulatedCore:
         self._departures.ask(chosen)
         for request_id in chosen:
             asked = wire.Output(request_id, [], kv_transfer_params={MOVE_TO: to})
-            index = self._engine.requests[request_id].front_end
+            index = self._engine.requests[request_id].client
             self.output_queue.put((index, wire.Outputs(outputs=[asked])))
         return len(chosen)
 
@@ -281,7 +281,7 @@ class SimulatedCore:
 
 
 def called(core: SimulatedCore, method: str, args: Sequence[Any]) -> Any:
-    """What vLLM's engine core does for its front ends, and the faults that tests ask for.
+    """What vLLM's engine core does for its clients, and the faults that tests ask for.
 
     Raises:
         NotImplementedError: a simulated engine does not.

@@ -126,7 +126,7 @@ class PrefixCache:
 @dataclass(slots=True)
 class HeldRequest:
     request: WireRequest
-    front_end: int
+    client: int
     answer: Answer
     keys: list[int]
     """Of its prompt's blocks."""
@@ -153,7 +153,7 @@ class HeldRequest:
 
 
 class SimulatedEngine:
-    """Requests of any front ends; times are monotonic seconds."""
+    """Requests of any clients; times are monotonic seconds."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
@@ -185,7 +185,7 @@ class SimulatedEngine:
             ),
             token_s=times.seconds(Step(1, 1, 0, 0.0)),
         )
-        self._schedule = LiveSimulator(
+        self._schedule = Simulator(
             (),
             limits,
             Policies(
@@ -193,6 +193,7 @@ class SimulatedEngine:
                 policies.preemption,
                 policies.chunked_recompute,
                 policies.peak_admission,
+                policies.queue_options,
             ),
             self._costs,
         )
@@ -212,7 +213,7 @@ class SimulatedEngine:
         schedule = self._schedule
         return schedule.running, schedule.waiting, schedule.kv_usage
 
-    def add(self, request: WireRequest, front_end: int, now: float) -> HeldRequest:
+    def add(self, request: WireRequest, client: int, now: float) -> HeldRequest:
         """Take in a request; raises ``ValueError`` if the engine cannot answer it."""
         params, prompt = request.sampling_params, request.prompt_token_ids
         if params is None or not prompt or params.get("structured_outputs"):
@@ -232,7 +233,7 @@ class SimulatedEngine:
         handed_over = (extra.get("kv_transfer_params") or {}).get(HANDED_OVER, 0)
         keys = self._prefixes.keys(prompt, (request.cache_salt, str(request.lora_request)))
         cached = min(self._prefixes.cached(keys), len(prompt) - 1)
-        one = HeldRequest(request, front_end, answer, keys, cached, handed_over, resumed, resumed)
+        one = HeldRequest(request, client, answer, keys, cached, handed_over, resumed, resumed)
         hints = RequestHints.of(extra)
         deadline_s = hints.deadline_s if options.scheduling.deadlines else None
         self._schedule.add(
@@ -290,7 +291,7 @@ class SimulatedEngine:
         return self._took_s
 
     def end(self, now: float) -> dict[int, Outputs]:
-        """End the step that was begun; its outputs by front end."""
+        """End the step that was begun; its outputs by client."""
         step, there = self._step, self.requests
         self._device_time.step(
             {each.name: each.tokens for each in step.shares}, self._took_s, there
@@ -303,7 +304,7 @@ class SimulatedEngine:
         self._schedule.end(step, now)
         outputs: dict[int, Outputs] = defaultdict(Outputs)
         for one in answered:
-            outputs[one.front_end].outputs.append(self._output(one))
+            outputs[one.client].outputs.append(self._output(one))
         if not outputs:
             outputs[0] = Outputs()
         self._device_time.tell(outputs.values())

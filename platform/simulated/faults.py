@@ -1,4 +1,4 @@
-"""Faults of a simulated engine, which its configuration or a front end asks for."""
+"""Faults of a simulated engine, which its configuration or a client asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's frames between a front end and an engine, without vLLM.
+"""vLLM's frames between a client and an engine, without vLLM.
 
 Its structures are arrays on the wire, so these have its fields in its order, and end where nothing
 follows that a simulated engine reads or tells. A test holds them against vLLM's own.
@@ -22,7 +22,7 @@ from loomserve.platform.engine.core.metering import (
 )
 
 ADD, ABORT, UTILITY = b"\x00", b"\x01", b"\x03"
-"""What a front end's message is: its first frame."""
+"""What a client's message is: its first frame."""
 
 MAX_TOKENS = 16
 """vLLM's default of ``max_tokens``, which is not sent; None, which is, leaves it to the engine."""

@@ -47,12 +47,17 @@ class UsageRecord(msgspec.Struct):
         """As ``2026-11``."""
         return self.minute[:7]
 
+    @property
+    def amounts(self) -> dict[str, float]:
+        """What adds up, by field."""
+        return {name: getattr(self, name) for name in _AMOUNTS}
+
     def add(self, other: UsageRecord) -> None:
-        self.requests += other.requests
-        self.prompt_tokens += other.prompt_tokens
-        self.cached_tokens += other.cached_tokens
-        self.completion_tokens += other.completion_tokens
-        self.device_seconds += other.device_seconds
+        for name in _AMOUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+_AMOUNTS = UsageRecord.__struct_fields__[3:]
 
 
 def minute_of(unix_s: float) -> str:

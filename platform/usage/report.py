@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,8 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from loomserve.platform.base.errors import BadRequest
 from loomserve.platform.usage.files import UsageRecord
 
-GROUPS = ("key", "model", "day", "month")
-"""What sums can be told apart by."""
+_VALUES: dict[str, Callable[[UsageRecord], str]] = {
+    "key": lambda record: record.key,
+    "model": lambda record: record.model,
+    "day": lambda record: record.minute[:10],
+    "month": lambda record: record.month,
+}
+"""By what sums can be told apart."""
 
 
 class UsageSum(BaseModel):
@@ -49,9 +54,9 @@ def groups_of(by: str) -> tuple[str, ...]:
     """What a query such as ``key,model`` asks for; BadRequest: it names something else."""
     named = tuple(dict.fromkeys(word.strip() for word in by.split(",") if word.strip()))
     for word in named:
-        if word not in GROUPS:
+        if word not in _VALUES:
             raise BadRequest(
-                f"usage is not told apart by {word!r}; by may name {', '.join(GROUPS)}", param="by"
+                f"usage is not told apart by {word!r}; by may name {', '.join(_VALUES)}", param="by"
             )
     return named
 
@@ -60,30 +65,11 @@ def summed(records: Iterable[UsageRecord], by: Sequence[str]) -> tuple[UsageSum,
     """Sums of records that agree in all of ``by``, which :func:`groups_of` has checked."""
     sums: dict[tuple[str, ...], UsageRecord] = {}
     for record in records:
-        place = tuple(_value(record, group) for group in by)
+        place = tuple(_VALUES[group](record) for group in by)
         known = sums.setdefault(place, UsageRecord(record.minute, record.key, record.model))
         known.add(record)
     shown = [
-        UsageSum(
-            **dict(zip(by, place, strict=True)),
-            requests=each.requests,
-            prompt_tokens=each.prompt_tokens,
-            cached_tokens=each.cached_tokens,
-            completion_tokens=each.completion_tokens,
-            device_seconds=each.device_seconds,
-        )
+        UsageSum.model_validate({**dict(zip(by, place, strict=True)), **each.amounts})
         for place, each in sums.items()
     ]
     return tuple(sorted(shown, key=lambda each: -each.device_seconds))
-
-
-def _value(record: UsageRecord, group: str) -> str:
-    match group:
-        case "key":
-            return record.key
-        case "model":
-            return record.model
-        case "day":
-            return record.minute[:10]
-        case _:
-            return record.month

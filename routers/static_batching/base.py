@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar
+
+from loomserve.platform.config.batching import BatchOrder
+from loomserve.platform.config.policies import PolicyOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +76,28 @@ class KvBudget:
         return size * (length + generation) * self.token_bytes <= self.bytes
 
 
-class Batcher(Protocol):
-    """Policy that forms batches; every request comes into exactly one.
+class BatchingPolicy:
+    """A rule that forms batches, and what it keeps for that; every request comes into exactly one.
 
     A batch of several requests fits into memory by their predicted lengths. A request that does not
-    fit even alone has a batch of its own: its prediction may be wrong.
+    fit even alone has a batch of its own: its prediction may be wrong. Each offline model has one.
     """
 
-    def __call__(
+    class Options(PolicyOptions):
+        """Reads ``batching.options``; a policy that takes some has its own."""
+
+    suits: ClassVar[BatchOrder] = "hrrn"
+    """Which batch is next if nothing is said. ``deadline``: the first, for batches are formed in
+    the order of deadlines; only then may that be asked for."""
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    def form(
         self, requests: Sequence[BatchRequest], memory: KvBudget, now: float
-    ) -> list[StaticBatch]: ...
+    ) -> list[StaticBatch]:
+        """Batches of all these; it is asked whenever the model is idle, and one batch is taken."""
+        raise NotImplementedError
+
+    def ran(self, batch: StaticBatch, generated: int, seconds: float) -> None:
+        """Note that a batch has run for so long; ``generated``: tokens of its longest answer."""

@@ -6,9 +6,11 @@ The configuration chooses it (``batch.offline_models[].batching``); by itself th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from pydantic import Field, field_validator
 
 from loomserve.routers.static_batching.base import (
+    BatchingPolicy,
     BatchRequest,
     KvBudget,
     StaticBatch,
@@ -16,29 +18,34 @@ from loomserve.routers.static_batching.base import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Fifo:
-    """Batcher of ``size`` requests in the order of their arrival; the last batch has the rest.
+class Fifo(BatchingPolicy):
+    """Batches of ``size`` requests in the order of their arrival; the last batch has the rest.
 
     It ignores predictions, so ``size`` must be safe for the longest requests.
     """
 
-    size: int
+    class Options(BatchingPolicy.Options):
+        size: int | None = Field(None, ge=1, validate_default=True)
 
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"a batch of {self.size} requests serves none: give at least 1")
+        @field_validator("size")
+        @classmethod
+        def _is_given(cls, size: int | None) -> int:
+            if size is None:
+                raise ValueError(
+                    "fifo needs it: give the lines that fit into kv_cache_memory, however long"
+                )
+            return size
+
+    suits = "oldest"
 
     @classmethod
     def for_longest(cls, memory: KvBudget, input_tokens: int, output_tokens: int) -> Fifo:
-        """Make a batcher of the largest size with which requests up to these lengths always fit."""
-        return cls(memory.bytes // (memory.token_bytes * (input_tokens + output_tokens)))
+        """Make one of the largest size with which requests up to these lengths always fit."""
+        size = memory.bytes // (memory.token_bytes * (input_tokens + output_tokens))
+        return cls(cls.Options(size=size))
 
-    def __call__(
+    def form(
         self, requests: Sequence[BatchRequest], memory: KvBudget, now: float
     ) -> list[StaticBatch]:
-        waiting = in_order_of_arrival(requests)
-        return [
-            StaticBatch(tuple(waiting[at : at + self.size]))
-            for at in range(0, len(waiting), self.size)
-        ]
+        waiting, size = in_order_of_arrival(requests), self.options.size
+        return [StaticBatch(tuple(waiting[at : at + size])) for at in range(0, len(waiting), size)]

@@ -1,12 +1,60 @@
-"""Queue before an engine of static batches; the caller gives the time."""
+"""Queue before an engine of static batches, and which batch is next; the caller gives the time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from loomserve.routers.static_batching.base import Batcher, BatchRequest, KvBudget, StaticBatch
-from loomserve.routers.static_batching.next_batch import Next
-from loomserve.routers.static_batching.recovery import halves
+from loomserve.routers.static_batching.base import (
+    BatchingPolicy,
+    BatchRequest,
+    KvBudget,
+    StaticBatch,
+)
+
+Next = Callable[[Sequence[StaticBatch], float], int]
+"""Takes at least one batch and the time; returns the index of the next, the first of equals."""
+
+
+def first(batches: Sequence[StaticBatch], now: float) -> int:
+    """Choose the first in the batcher's own order."""
+    return 0
+
+
+def oldest(batches: Sequence[StaticBatch], now: float) -> int:
+    """Choose the batch with the request that has waited the longest."""
+    return min(range(len(batches)), key=lambda at: batches[at].arrived_s)
+
+
+def hrrn(processing_s: Callable[[Sequence[StaticBatch]], Sequence[float]]) -> Next:
+    """Highest response ratio next: chooses the batch with the greatest T_w / T_p (Magnus).
+
+    T_w is how long a batch's oldest request has waited, T_p the batch's time by ``processing_s``,
+    above 0. Short batches go first, and a batch that waits long enough goes too.
+    """
+
+    def highest(batches: Sequence[StaticBatch], now: float) -> int:
+        seconds = processing_s(batches)
+        return max(range(len(batches)), key=lambda at: (now - batches[at].arrived_s) / seconds[at])
+
+    return highest
+
+
+def halves(batch: StaticBatch) -> tuple[StaticBatch, StaticBatch]:
+    """Split a batch into two; of an odd number the first has one request more (Magnus).
+
+    The longest by prompt and predicted answer come into one half, so the other is padded less.
+
+    Raises:
+        ValueError: there is one request only, which needs more memory than there is.
+    """
+    if len(batch.requests) < 2:
+        raise ValueError(f"request {batch.requests[0].id} cannot be split, it needs more memory")
+    shortest_first = sorted(
+        batch.requests, key=lambda one: (one.input_tokens + one.predicted_tokens, one.id)
+    )
+    middle = (len(shortest_first) + 1) // 2
+    return StaticBatch(tuple(shortest_first[:middle])), StaticBatch(tuple(shortest_first[middle:]))
 
 
 class BatchQueue:
@@ -16,8 +64,8 @@ class BatchQueue:
     lengths it fitted, so these do not tell what else fits.
     """
 
-    def __init__(self, batcher: Batcher, choose: Next, memory: KvBudget) -> None:
-        self._batcher = batcher
+    def __init__(self, policy: BatchingPolicy, choose: Next, memory: KvBudget) -> None:
+        self._policy = policy
         self._choose = choose
         self._memory = memory
         self._waiting: dict[str, BatchRequest] = {}
@@ -55,7 +103,7 @@ class BatchQueue:
 
     def take(self, now: float) -> StaticBatch | None:
         """Take out the batch to run now; None: nothing waits."""
-        formed = self._batcher(list(self._waiting.values()), self._memory, now)
+        formed = self._policy.form(list(self._waiting.values()), self._memory, now)
         batches = [*self._apart, *formed]
         if not batches:
             return None

@@ -3,27 +3,36 @@
 S³ packs requests into memory by first fit decreasing: the longest predicted answer first, each into
 the first batch that still has room for it. As they come in the order of their lengths, neighbours
 are alike. It knows neither deadlines nor how long a request has waited. For answers that outgrow
-their predictions see :mod:`loomserve.routers.static_batching.recovery`.
+their predictions see :func:`~loomserve.routers.static_batching.queue.halves`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loomserve.routers.static_batching.base import BatchRequest, KvBudget, StaticBatch
+from loomserve.routers.static_batching.base import (
+    BatchingPolicy,
+    BatchRequest,
+    KvBudget,
+    StaticBatch,
+)
 
 
-def s3(requests: Sequence[BatchRequest], memory: KvBudget, now: float) -> list[StaticBatch]:
-    """Form batches by first fit decreasing; a bin's content is the memory of its padded batch."""
-    bins: list[_Bin] = []
-    for request in sorted(requests, key=_decreasing):
-        for one in bins:
-            if one.has_room_for(request, memory):
-                one.add(request)
-                break
-        else:
-            bins.append(_Bin(request))
-    return [StaticBatch(tuple(one.requests)) for one in bins]
+class S3(BatchingPolicy):
+    """First fit decreasing; a bin's content is the memory of its padded batch."""
+
+    def form(
+        self, requests: Sequence[BatchRequest], memory: KvBudget, now: float
+    ) -> list[StaticBatch]:
+        bins: list[_Bin] = []
+        for request in sorted(requests, key=_decreasing):
+            for one in bins:
+                if one.has_room_for(request, memory):
+                    one.add(request)
+                    break
+            else:
+                bins.append(_Bin(request))
+        return [StaticBatch(tuple(one.requests)) for one in bins]
 
 
 def _decreasing(request: BatchRequest) -> tuple[int, int, float, str]:

@@ -6,10 +6,17 @@ The configuration chooses it (``batch.offline_models[].batching``); by itself th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
-from loomserve.routers.static_batching.base import BatchRequest, KvBudget, StaticBatch
+from pydantic import Field
+
+from loomserve.routers.static_batching.base import (
+    BatchingPolicy,
+    BatchRequest,
+    KvBudget,
+    StaticBatch,
+)
 
 # The deadline of a request that names none, after its arrival; engines' queues take the same.
 _PATIENCE_S = 600.0
@@ -22,9 +29,8 @@ class OutputTerm(StrEnum):
     SUM = "sum"
 
 
-@dataclass(frozen=True, slots=True)
-class SloOdbs:
-    """Batcher that takes requests by deadline, and ends a batch before it costs too much.
+class _ByDeadline(BatchingPolicy):
+    """Takes requests by deadline, and ends a batch before it costs too much.
 
     With a request q and a batch of n requests, of which the latest deadline is L_CM seconds ahead
     and the longest answer has O_CM tokens, the cost of q's joining is
@@ -36,20 +42,17 @@ class SloOdbs:
     * Line 6 of the algorithm subtracts the longest answer where equation 3-4 adds it. The
       difference bounds by how much a request lengthens its batch, and lets short ones into any
       batch; the sum bounds a batch's padded tokens, as memory does, and leaves the longest requests
-      in the smallest batches. ``make bench-batching`` compares both: at the load that vanilla
-      batches carry the sum meets more deadlines, so it is the default.
+      in the smallest batches. At the load that vanilla batches carry the sum meets more deadlines
+      (docs/static_batching.md), so it is the default.
     * Line 20, "adjust the size by CM", is not spelt out; a batch's size is bounded by memory, which
       allows the fewer requests the longer they are.
     * SLO(q) is the time that is left until its deadline. A deadline that is missed counts as one
       that was not set: serving it first would only make others late.
     """
 
-    threshold: float
-    slo_weight: float
-    output_weight: float
-    output_term: OutputTerm = OutputTerm.SUM
+    suits = "deadline"
 
-    def __call__(
+    def form(
         self, requests: Sequence[BatchRequest], memory: KvBudget, now: float
     ) -> list[StaticBatch]:
         batches: list[StaticBatch] = []
@@ -60,7 +63,9 @@ class SloOdbs:
             left_s = max(0.0, _deadline(request, now) - now)
             cost = self._cost(left_s, latest, request.predicted_tokens, generation, len(current))
             longer = max(length, request.input_tokens), max(generation, request.predicted_tokens)
-            if current and (cost > self.threshold or not memory.holds(len(current) + 1, *longer)):
+            if current and (
+                cost > self.options.threshold or not memory.holds(len(current) + 1, *longer)
+            ):
                 batches.append(StaticBatch(tuple(current)))
                 current, latest = [], 0.0
                 longer = request.input_tokens, request.predicted_tokens
@@ -72,25 +77,43 @@ class SloOdbs:
         return batches
 
     def _cost(self, left_s: float, latest: float, tokens: int, generation: int, size: int) -> float:
+        options = self.options
         outputs = tokens + generation
-        if self.output_term is OutputTerm.DIFFERENCE:
+        if options.output_term is OutputTerm.DIFFERENCE:
             outputs = tokens - generation
-        return (size + 1) * (self.slo_weight * (left_s + latest) + self.output_weight * outputs)
+        deadlines = options.slo_weight * (left_s + latest)
+        return float((size + 1) * (deadlines + options.output_weight * outputs))
 
 
-def slo_dbs(
-    threshold: float, output_weight: float = 1.0, output_term: OutputTerm = OutputTerm.SUM
-) -> SloOdbs:
-    """Make SLO-DBS (w1 = 0): batches end by output lengths alone, in the order of deadlines."""
-    return SloOdbs(threshold, 0.0, output_weight, output_term)
+class SloOdbs(_ByDeadline):
+    class Options(BatchingPolicy.Options):
+        threshold: float = Field(ge=0)
+        slo_weight: float = Field(ge=0)
+        output_weight: float = Field(ge=0)
+        output_term: OutputTerm = OutputTerm.SUM
 
 
-def odbs(threshold: float, slo_weight: float = 1.0) -> SloOdbs:
-    """Make ODBS (w2 = 0): batches end by T_l alone.
+class SloDbs(_ByDeadline):
+    """SLO-DBS (w1 = 0): batches end by output lengths alone, in the order of deadlines."""
+
+    class Options(BatchingPolicy.Options):
+        threshold: float = Field(ge=0)
+        slo_weight: ClassVar[float] = 0.0
+        output_weight: float = Field(ge=0)
+        output_term: OutputTerm = OutputTerm.SUM
+
+
+class Odbs(_ByDeadline):
+    """ODBS (w2 = 0): batches end by T_l alone.
 
     T_l has deadlines in it and no length, although the paper calls ODBS driven by output lengths.
     """
-    return SloOdbs(threshold, slo_weight, 0.0)
+
+    class Options(BatchingPolicy.Options):
+        threshold: float = Field(ge=0)
+        slo_weight: float = Field(ge=0)
+        output_weight: ClassVar[float] = 0.0
+        output_term: ClassVar[OutputTerm] = OutputTerm.SUM
 
 
 def _deadline(request: BatchRequest, now: float) -> float:

@@ -10,9 +10,11 @@ The configuration chooses it (``batch.offline_models[].batching``); by itself th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from pydantic import Field
 
 from loomserve.routers.static_batching.base import (
+    BatchingPolicy,
     BatchRequest,
     KvBudget,
     StaticBatch,
@@ -38,24 +40,24 @@ def wma(batch: StaticBatch) -> int:
     return max(wasted(one, length, generation) for one in batch.requests)
 
 
-@dataclass(frozen=True, slots=True)
-class Wma:
-    """Batcher to which requests come one by one, in the order of their arrival.
+class Wma(BatchingPolicy):
+    """A policy to which requests come one by one, in the order of their arrival.
 
     A request joins the batch whose WMA is the least with it, the oldest of equals, if that is below
-    ``threshold`` (Φ) and the batch still fits into memory; else it opens a batch. Of batches that
+    ``most_waste`` (Φ) and the batch still fits into memory; else it opens a batch. Of batches that
     have been formed so, any may be taken away and the others form again just the same: forming
     them anew before each batch is as good as keeping them.
     """
 
-    threshold: int
+    class Options(BatchingPolicy.Options):
+        most_waste: int = Field(ge=1)
 
-    def __call__(
+    def form(
         self, requests: Sequence[BatchRequest], memory: KvBudget, now: float
     ) -> list[StaticBatch]:
         forming: list[_Forming] = []
         for request in in_order_of_arrival(requests):
-            least, joined = float(self.threshold), None
+            least, joined = float(self.options.most_waste), None
             for one in forming:
                 waste = one.wma_with(request, memory)
                 if waste < least:

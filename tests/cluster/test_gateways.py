@@ -16,7 +16,7 @@ from loomserve.platform.access.keys import new_key
 from tests.cluster.cluster import MODEL, PORT, Cluster, Running, answers, cluster, until
 from tests.cluster.nodes import network
 from tests.e2e.conftest import Platform
-from tests.e2e.test_two_front_ends import samples
+from tests.e2e.test_two_gateways import samples
 from tests.streams import differences, mixture
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -19,7 +19,7 @@ import pytest
 from tests.e2e.conftest import HOT, Platform, lives, platform_config, started, wait_ready
 from tests.e2e.test_admin import ask, model_state, wait_for
 from tests.e2e.test_leftovers import of_run, run_of
-from tests.e2e.test_two_front_ends import listens
+from tests.e2e.test_two_gateways import listens
 from tests.forks import descendants
 
 pytestmark = pytest.mark.e2e

@@ -95,7 +95,7 @@ class Answer:
 
 @pytest.fixture(scope="package")
 def served_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
-    """An engine's process for front ends, in float32."""
+    """An engine's process for clients, in float32."""
     folder = tmp_path_factory.mktemp("core")
     with served(engine_start(str(catalog.resolve("demo", folder)), folder)) as engine:
         yield engine

@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from benchmarks.gpu.host import HostMemory, HostPages
+from loomserve.platform.lending.device.host import HostMemory, HostPages
 from loomserve.platform.lending.device.server import kernel_leaf
 from loomserve.platform.lending.engine.attention import AttendsRemotely
 from loomserve.platform.lending.engine.cpu_attention import RemoteAttentionBackend

@@ -1,4 +1,4 @@
-"""An engine's process, and front ends of bare sockets that ask it and put tokens together."""
+"""An engine's process, and clients of bare sockets that ask it and put tokens together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from loomserve.platform.engine.resumption.travelling import RESUMED, by_age
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.run.folder import RUN_VARIABLE
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
-from loomserve.platform.state.told_load import ToldLoad, load_of
+from loomserve.platform.state.load_report import LoadReport, read_load_report
 from tests.fork_servers import fork_server_of
 from tests.forks import FORKS_VARIABLE
 from tests.integration.cores import core
@@ -36,7 +36,7 @@ from tests.waiting import PATIENCE_S
 
 T = TypeVar("T")
 
-# Not even a front end of a test that waits for a core is let go.
+# Not even a client of a test that waits for a core is let go.
 SILENCE_S = 120.0
 QUEUED = 20
 START_S = 180.0
@@ -163,7 +163,7 @@ class Stream:
             self.finish = str(output.finish_reason)
 
 
-class BareFrontEnd:
+class BareClient:
     """A pair of DEALERs; :meth:`pump` says that it is there and takes what comes."""
 
     def __init__(
@@ -177,7 +177,7 @@ class BareFrontEnd:
         self.streams: dict[str, Stream] = {}
         self.ready: list[Any] = []
         self.beats: list[list[int]] = []
-        self.loads: list[tuple[float, ToldLoad]] = []
+        self.loads: list[tuple[float, LoadReport]] = []
         """With when each came, in monotonic seconds."""
         self.dead = False
         self.preempted_hits = self.stored_hits = 0
@@ -223,7 +223,7 @@ class BareFrontEnd:
             lora_request=params.get("adapter"),
             cache_salt=params.get("salt"),
             data_parallel_rank=None,
-            # It is the engine that knows a front end's index.
+            # It is the engine that knows a client's index.
             client_index=7,
         )
         self.streams[name] = Stream()
@@ -252,7 +252,7 @@ class BareFrontEnd:
         elif frames == [DEAD]:
             self.dead = True
         else:
-            if (load := load_of(frames[0])) is not None:
+            if (load := read_load_report(frames[0])) is not None:
                 self.loads.append((time.monotonic(), load))
                 frames = frames[1:]
             if not frames:
@@ -284,36 +284,34 @@ def sampling(resumed: Sequence[int], params: dict[str, Any]) -> Any:
     if "schema" in params:
         made.structured_outputs = StructuredOutputsParams(json=params["schema"])
         made.structured_outputs._backend = "xgrammar"
-    # SmolLM2's end of text, as vLLM's front end would set it.
+    # SmolLM2's end of text, as vLLM's client would set it.
     made.update_from_generation_config({}, 0)
     return made
 
 
-def pump_until(
-    condition: Callable[[], bool], *front_ends: BareFrontEnd, within_s: float = 60.0
-) -> None:
+def pump_until(condition: Callable[[], bool], *clients: BareClient, within_s: float = 60.0) -> None:
     end = time.monotonic() + within_s + PATIENCE_S
     while not condition():
         assert time.monotonic() < end, "nothing more came"
-        for each in front_ends:
+        for each in clients:
             each.pump()
         time.sleep(0.002)
 
 
 @contextlib.contextmanager
-def connected(address: EngineAddress, **how: Any) -> Iterator[BareFrontEnd]:
-    """A front end that the engine has greeted."""
-    front_end = BareFrontEnd(address, **how)
+def connected(address: EngineAddress, **how: Any) -> Iterator[BareClient]:
+    """A client that the engine has greeted."""
+    client = BareClient(address, **how)
     try:
-        pump_until(lambda: bool(front_end.ready), front_end, within_s=10)
-        yield front_end
+        pump_until(lambda: bool(client.ready), client, within_s=10)
+        yield client
     finally:
-        front_end.close()
+        client.close()
 
 
-def answers(front_end: BareFrontEnd, names: Sequence[str], within_s: float = 60.0) -> list[Stream]:
+def answers(client: BareClient, names: Sequence[str], within_s: float = 60.0) -> list[Stream]:
     """The answers to these requests, once all are whole."""
     pump_until(
-        lambda: all(front_end.streams[name].finish for name in names), front_end, within_s=within_s
+        lambda: all(client.streams[name].finish for name in names), client, within_s=within_s
     )
-    return [front_end.streams[name] for name in names]
+    return [client.streams[name] for name in names]

@@ -20,7 +20,7 @@ from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.models import catalog
 from tests.integration.cores import core
 from tests.integration.served_engine import (
-    BareFrontEnd,
+    BareClient,
     ServedEngine,
     answers,
     connected,
@@ -115,7 +115,7 @@ def engine(
 
 
 @pytest.fixture
-def front_end(engine: ServedEngine) -> Iterator[BareFrontEnd]:
+def client(engine: ServedEngine) -> Iterator[BareClient]:
     with connected(engine.address) as one:
         yield one
     have(engine)
@@ -125,69 +125,67 @@ def have(engine: ServedEngine, *wanted: dict[str, Any]) -> tuple[dict[int, str],
     return engine.run(engine.host.set_adapters(wanted, timeout_s=SET_S))
 
 
-def ask(
-    front_end: BareFrontEnd, told: dict[str, Any] | None, prompt: int = 0, **params: Any
-) -> str:
+def ask(client: BareClient, told: dict[str, Any] | None, prompt: int = 0, **params: Any) -> str:
     from vllm.lora.request import LoRARequest
 
     adapter = LoRARequest(told["name"], told["id"], "where it came from") if told else None
     given = {"max_tokens": TOKENS, "ignore_eos": True, **params}
-    return front_end.add(PROMPTS[prompt], adapter=adapter, **given)
+    return client.add(PROMPTS[prompt], adapter=adapter, **given)
 
 
-def tokens(front_end: BareFrontEnd, *names: str) -> list[list[int]]:
-    return [each.tokens for each in answers(front_end, names)]
+def tokens(client: BareClient, *names: str) -> list[list[int]]:
+    return [each.tokens for each in answers(client, names)]
 
 
 def test_answers_are_those_of_stock_vllm_alone_and_in_one_batch(
-    engine: ServedEngine, front_end: BareFrontEnd, given: Given, expected: Answers
+    engine: ServedEngine, client: BareClient, given: Given, expected: Answers
 ) -> None:
     told = {"a": given.told("a", 1), "b": given.told("b", 2), "c": given.told("c", 3)}
     # Three, of which a step computes two.
     assert have(engine, *told.values()) == ({}, 0)
     for name in NAMES:
-        names = [ask(front_end, told.get(name or ""), at) for at in range(len(PROMPTS))]
-        assert tokens(front_end, *names) == [expected[name, at] for at in range(len(PROMPTS))]
+        names = [ask(client, told.get(name or ""), at) for at in range(len(PROMPTS))]
+        assert tokens(client, *names) == [expected[name, at] for at in range(len(PROMPTS))]
     mixed = [(name, at) for at in range(len(PROMPTS)) for name in NAMES]
-    names = [ask(front_end, told.get(name or ""), at) for name, at in mixed]
-    assert tokens(front_end, *names) == [expected[each] for each in mixed]
+    names = [ask(client, told.get(name or ""), at) for name, at in mixed]
+    assert tokens(client, *names) == [expected[each] for each in mixed]
 
 
 def test_an_answer_goes_on_where_another_engine_left_it(
-    engine: ServedEngine, front_end: BareFrontEnd, given: Given, expected: Answers
+    engine: ServedEngine, client: BareClient, given: Given, expected: Answers
 ) -> None:
     told = given.told("a", 1)
     have(engine, told)
     for so_far in (1, 9):
         whole = expected["a", 0]
-        name = ask(front_end, told, resumed=whole[:so_far])
-        assert tokens(front_end, name) == [whole[so_far:]]
+        name = ask(client, told, resumed=whole[:so_far])
+        assert tokens(client, name) == [whole[so_far:]]
 
 
 def test_other_weights_under_one_name_meet_nothing_of_those_before(
-    engine: ServedEngine, front_end: BareFrontEnd, given: Given, expected: Answers
+    engine: ServedEngine, client: BareClient, given: Given, expected: Answers
 ) -> None:
     before = given.told("a", 1, digest="d1")
     have(engine, before)
     for _ in range(2):  # the second time out of the prefix cache
-        assert tokens(front_end, ask(front_end, before)) == [expected["a", 0]]
-    running = ask(front_end, before, max_tokens=300)
-    pump_until(lambda: len(front_end.streams[running].tokens) > 4, front_end)
+        assert tokens(client, ask(client, before)) == [expected["a", 0]]
+    running = ask(client, before, max_tokens=300)
+    pump_until(lambda: len(client.streams[running].tokens) > 4, client)
     after = {**given.told("b", 4), "name": "a@d2"}
     # Its request runs, so the one before is still there, and is not for new ones.
     assert have(engine, after) == ({}, 1)
-    assert tokens(front_end, ask(front_end, after)) == [expected["b", 0]]
-    pump_until(lambda: len(front_end.streams[running].tokens) > 2 * TOKENS, front_end)
-    assert front_end.streams[running].tokens[:TOKENS] == expected["a", 0]
-    front_end.abort(running)
-    pump_until(lambda: have(engine, after) == ({}, 0), front_end)
+    assert tokens(client, ask(client, after)) == [expected["b", 0]]
+    pump_until(lambda: len(client.streams[running].tokens) > 2 * TOKENS, client)
+    assert client.streams[running].tokens[:TOKENS] == expected["a", 0]
+    client.abort(running)
+    pump_until(lambda: have(engine, after) == ({}, 0), client)
     # And back, by the store and the cache.
     have(engine, {**before, "id": 5})
-    assert tokens(front_end, ask(front_end, {**before, "id": 5})) == [expected["a", 0]]
+    assert tokens(client, ask(client, {**before, "id": 5})) == [expected["a", 0]]
 
 
 def test_what_is_wrong_with_one_is_told_and_the_engine_lives(
-    engine: ServedEngine, front_end: BareFrontEnd, given: Given, expected: Answers, tmp_path: Path
+    engine: ServedEngine, client: BareClient, given: Given, expected: Answers, tmp_path: Path
 ) -> None:
     wide = shutil.copytree(given.folders["a"], tmp_path / "wide")
     tensors = load_file(wide / "adapter_model.safetensors")
@@ -210,15 +208,15 @@ def test_what_is_wrong_with_one_is_told_and_the_engine_lives(
     assert (set(problems), left) == ({10, 11, 12, 13}, 0)
     assert "r_proj" in problems[11]
     assert "vanished" in problems[12]
-    assert tokens(front_end, ask(front_end, good)) == [expected["a", 0]]
+    assert tokens(client, ask(client, good)) == [expected["a", 0]]
     # A request for one of them is refused, and ends nothing else.
-    (refused,) = answers(front_end, [ask(front_end, wrong[2])])
+    (refused,) = answers(client, [ask(client, wrong[2])])
     assert (refused.finish, refused.tokens) == ("error", [])
-    assert tokens(front_end, ask(front_end, None)) == [expected[None, 0]]
+    assert tokens(client, ask(client, None)) == [expected[None, 0]]
 
 
 def test_one_whose_folder_vanishes_once_it_is_loaded_goes_on(
-    engine: ServedEngine, front_end: BareFrontEnd, given: Given, expected: Answers, tmp_path: Path
+    engine: ServedEngine, client: BareClient, given: Given, expected: Answers, tmp_path: Path
 ) -> None:
     copy = shutil.copytree(given.folders["c"], tmp_path / "c")
     vanishing = {"id": 20, "name": "c@v", "path": str(copy)}
@@ -228,12 +226,10 @@ def test_one_whose_folder_vanishes_once_it_is_loaded_goes_on(
     # Others push it out of the places of a step, and it comes back.
     for _ in range(2):
         for told, name in (*zip(others, ("a", "b"), strict=True), (vanishing, "c")):
-            assert tokens(front_end, ask(front_end, told)) == [expected[name, 0]]
+            assert tokens(client, ask(client, told)) == [expected[name, 0]]
 
 
-def test_there_is_room_for_so_many(
-    engine: ServedEngine, front_end: BareFrontEnd, given: Given
-) -> None:
+def test_there_is_room_for_so_many(engine: ServedEngine, client: BareClient, given: Given) -> None:
     many = [given.told("a", number, f"d{number}") for number in range(30, 35)]
     problems, _ = have(engine, *many)
     assert set(problems) == {34}

@@ -266,7 +266,7 @@ class Front:
         metrics = ContinuationMetrics(self.registry).of(self.name)
         self.serving = ModelServing(self.name, options, self.choose, metrics, bounds=BOUNDS)
         await self.serving.start()
-        self.serving.set_replicas({key: each.address for key, each in engines.items()})
+        self.serving.client.set_replicas({key: each.address for key, each in engines.items()})
 
     def count(self, metric: str, **labels: str) -> float:
         labels["model"] = self.name
@@ -477,8 +477,8 @@ def test_a_drained_engine_is_left_without_a_word_to_clients(stage: Stage) -> Non
     front = stage.front
 
     async def drain() -> None:
-        assert await front.serving.drain("a", timeout_s=10) == 0
-        assert front.serving.open_requests("a") == 0
+        assert await front.serving.client.drain("a", timeout_s=10) == 0
+        assert not front.serving.client.replicas["a"].open
 
     played = stage.streams("a", drain)
     same(played.said(), stage.undisturbed)
@@ -489,8 +489,8 @@ def test_a_drained_engine_is_left_without_a_word_to_clients(stage: Stage) -> Non
     addresses = {name: each.address for name, each in stage.engines.items()}
 
     async def back() -> None:
-        front.serving.set_replicas({"b": addresses["b"]})
-        front.serving.set_replicas(addresses)
+        front.serving.client.set_replicas({"b": addresses["b"]})
+        front.serving.client.set_replicas(addresses)
         await until(lambda: set(front.serving.replicas) == {"a", "b"})
 
     stage.run(back())

@@ -108,7 +108,7 @@ class Model:
         addresses = {name: engine.address for name, engine in self.engines.items()}
 
         async def tell() -> None:
-            self._serving.set_replicas(addresses)
+            self._serving.client.set_replicas(addresses)
 
         self.run(tell())
 

@@ -15,9 +15,8 @@ from loomserve.platform.batch.offline.executor import (
     OutOfMemoryError,
 )
 from loomserve.routers.static_batching.base import BatchRequest, KvBudget
-from loomserve.routers.static_batching.next_batch import oldest
-from loomserve.routers.static_batching.queue import BatchQueue
-from loomserve.routers.static_batching.s3 import s3
+from loomserve.routers.static_batching.queue import BatchQueue, oldest
+from loomserve.routers.static_batching.s3 import S3
 from tests.integration import tiny_llama
 
 CONTEXT = 64
@@ -99,7 +98,7 @@ def test_batches_that_run_out_of_memory_are_split_until_every_request_has_its_an
     engine = executor(model)
     memory = KvBudget(40 * engine.token_bytes, engine.token_bytes)
     engine.kv_bytes = memory.bytes
-    queue = BatchQueue(s3, oldest, memory)
+    queue = BatchQueue(S3(S3.Options()), oldest, memory)
     for at in range(10):
         # Predicted to be a quarter as long as they are.
         queue.add(BatchRequest(str(at), 0.0, input_tokens=4, predicted_tokens=4))
@@ -121,7 +120,7 @@ def test_batches_that_run_out_of_memory_are_split_until_every_request_has_its_an
 
 def test_a_request_that_never_fits_is_told_of(model: Path) -> None:
     engine = executor(model, kv_bytes=1)
-    queue = BatchQueue(s3, oldest, KvBudget(1, engine.token_bytes))
+    queue = BatchQueue(S3(S3.Options()), oldest, KvBudget(1, engine.token_bytes))
     queue.add(large := BatchRequest("large", 0.0, input_tokens=4, predicted_tokens=4))
     batch = queue.take(0.0)
     assert batch is not None

@@ -19,7 +19,7 @@ from loomserve.platform.engine.process import engine_process
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 from tests.integration import tiny_llama
 from tests.integration.served_engine import (
-    BareFrontEnd,
+    BareClient,
     ServedEngine,
     Stream,
     answers,
@@ -68,7 +68,7 @@ def _model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def engine_of(
     model: Path, store: StoreOptions, folder: Path, **options: Any
-) -> Iterator[tuple[ServedEngine, BareFrontEnd]]:
+) -> Iterator[tuple[ServedEngine, BareClient]]:
     start = engine_start(
         str(model),
         folder,
@@ -84,27 +84,27 @@ def engine_of(
         patch.setattr(engine_process, "_CHILD", "tests.integration.second_runner_child")
         with (
             served(start, fork=False, VLLM_USE_V2_MODEL_RUNNER="1") as engine,
-            connected(engine.address) as front_end,
+            connected(engine.address) as client,
         ):
-            yield engine, front_end
+            yield engine, client
 
 
-@pytest.fixture(scope="module", name="front_end")
-def _front_end(
+@pytest.fixture(scope="module", name="client")
+def _client(
     model: Path, store: StoreOptions, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[BareFrontEnd]:
-    with engine_of(model, store, tmp_path_factory.mktemp("engine")) as (_, front_end):
-        yield front_end
+) -> Iterator[BareClient]:
+    with engine_of(model, store, tmp_path_factory.mktemp("engine")) as (_, client):
+        yield client
 
 
-def asked(front_end: BareFrontEnd, *requests: tuple[Any, ...], **more: Any) -> list[Stream]:
+def asked(client: BareClient, *requests: tuple[Any, ...], **more: Any) -> list[Stream]:
     """Answers to requests that come together: tokens so far, and parameters."""
-    names = [front_end.add(PROMPT, done, **{**params, **more}) for done, params in requests]
-    return answers(front_end, names, WITHIN_S)
+    names = [client.add(PROMPT, done, **{**params, **more}) for done, params in requests]
+    return answers(client, names, WITHIN_S)
 
 
-def test_answers_go_on_as_they_would_have(front_end: BareFrontEnd) -> None:
-    wholes = asked(front_end, *(([], params) for params in CASES.values()), salt=salt())
+def test_answers_go_on_as_they_would_have(client: BareClient) -> None:
+    wholes = asked(client, *(([], params) for params in CASES.values()), salt=salt())
     assert all(len(whole.tokens) == TOKENS for whole in wholes[:-1])
     assert 20 <= len(wholes[-1].tokens) < TOKENS
     assert wholes[-1].finish == "stop"
@@ -114,7 +114,7 @@ def test_answers_go_on_as_they_would_have(front_end: BareFrontEnd) -> None:
         for after in (1, 19)
     ]
     went_on = asked(
-        front_end, *((whole.tokens[:after], CASES[name]) for name, whole, after in cut), salt=salt()
+        client, *((whole.tokens[:after], CASES[name]) for name, whole, after in cut), salt=salt()
     )
     for (name, whole, after), rest in zip(cut, went_on, strict=True):
         assert rest.tokens == whole.tokens[after:], f"{name}, after {after}"
@@ -132,11 +132,11 @@ def test_answers_go_on_as_they_would_have(front_end: BareFrontEnd) -> None:
 
 @pytest.mark.slow
 def test_another_engine_goes_on_with_kv_from_the_store_and_swaps(
-    model: Path, store: StoreOptions, front_end: BareFrontEnd, tmp_path: Path
+    model: Path, store: StoreOptions, client: BareClient, tmp_path: Path
 ) -> None:
     shared = salt()
     params = [{**SEEDED, **ENDLESS, "seed": seed} for seed in range(SEEDS)]
-    wholes = asked(front_end, *(([], each) for each in params), salt=shared)
+    wholes = asked(client, *(([], each) for each in params), salt=shared)
     swaps = {"preemption": "swap", "swap_bytes": 2**24, "peak_admission": False}
     with engine_of(
         model,

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.integration.served_engine import (
-    BareFrontEnd,
+    BareClient,
     ServedEngine,
     answers,
     connected,
@@ -27,10 +27,10 @@ USED = 64 * MIB
 CALL_S = 30.0
 
 
-@pytest.fixture(name="front_end")
-def _front_end(served_engine: ServedEngine) -> Iterator[BareFrontEnd]:
-    with connected(served_engine.address) as front_end:
-        yield front_end
+@pytest.fixture(name="client")
+def _client(served_engine: ServedEngine) -> Iterator[BareClient]:
+    with connected(served_engine.address) as client:
+        yield client
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +44,9 @@ def prompts(seed: int, count: int = 8, length: int = 250) -> list[list[int]]:
     return [[draw.randrange(1000, 20000) for _ in range(length)] for _ in range(count)]
 
 
-def told(
-    front_end: BareFrontEnd, asked: Sequence[Sequence[int]], tokens: int = 8
-) -> list[list[int]]:
-    names = [front_end.add(prompt, max_tokens=tokens, ignore_eos=True) for prompt in asked]
-    return [stream.tokens for stream in answers(front_end, names)]
+def told(client: BareClient, asked: Sequence[Sequence[int]], tokens: int = 8) -> list[list[int]]:
+    names = [client.add(prompt, max_tokens=tokens, ignore_eos=True) for prompt in asked]
+    return [stream.tokens for stream in answers(client, names)]
 
 
 def sleep(engine: ServedEngine) -> None:
@@ -71,10 +69,10 @@ def asleep(engine: ServedEngine) -> bool:
 
 
 def test_kv_memory_and_weights_go_back_and_answers_are_the_same_afterwards(
-    served_engine: ServedEngine, front_end: BareFrontEnd
+    served_engine: ServedEngine, client: BareClient
 ) -> None:
     asked = prompts(1)
-    before = told(front_end, asked)
+    before = told(client, asked)
     pid = served_engine.host.facts.pid
     used = own_bytes(pid)
     sleep(served_engine)
@@ -89,45 +87,45 @@ def test_kv_memory_and_weights_go_back_and_answers_are_the_same_afterwards(
     awake = own_bytes(pid)
     assert awake < used - USED, "pages come back with what is written to them"
     assert awake > asleep_bytes + 0.45 * weights
-    assert told(front_end, asked) == before
+    assert told(client, asked) == before
     assert served_engine.host.alive
 
 
 def test_it_wakes_with_a_request_that_comes_meanwhile(
-    served_engine: ServedEngine, front_end: BareFrontEnd
+    served_engine: ServedEngine, client: BareClient
 ) -> None:
     asked = prompts(2, count=2)
-    before = told(front_end, asked)
+    before = told(client, asked)
     sleep(served_engine)
-    assert told(front_end, asked) == before
+    assert told(client, asked) == before
     assert not asleep(served_engine)
 
 
 def test_it_does_not_sleep_while_it_has_requests(
-    served_engine: ServedEngine, front_end: BareFrontEnd
+    served_engine: ServedEngine, client: BareClient
 ) -> None:
-    name = front_end.add(prompts(3)[0], max_tokens=100, ignore_eos=True)
-    pump_until(lambda: bool(front_end.streams[name].tokens), front_end)
+    name = client.add(prompts(3)[0], max_tokens=100, ignore_eos=True)
+    pump_until(lambda: bool(client.streams[name].tokens), client)
     asked = asyncio.run_coroutine_threadsafe(
         served_engine.host.sleep(1, timeout_s=CALL_S), served_engine.loop
     )
-    # A front end that says nothing for a while is let go.
-    pump_until(asked.done, front_end)
+    # A client that says nothing for a while is let go.
+    pump_until(asked.done, client)
     with pytest.raises(ValueError, match="it has requests"):
         asked.result()
-    (stream,) = answers(front_end, [name])
+    (stream,) = answers(client, [name])
     assert len(stream.tokens) == 100
     assert not asleep(served_engine)
 
 
-def test_front_ends_stay_connected_and_hear_beats_while_it_sleeps(
-    served_engine: ServedEngine, front_end: BareFrontEnd
+def test_clients_stay_connected_and_hear_beats_while_it_sleeps(
+    served_engine: ServedEngine, client: BareClient
 ) -> None:
     sleep(served_engine)
-    heard = len(front_end.beats)
-    pump_until(lambda: len(front_end.beats) >= heard + 4, front_end, within_s=10)
-    assert len(front_end.ready) == 1
-    assert not front_end.dead
+    heard = len(client.beats)
+    pump_until(lambda: len(client.beats) >= heard + 4, client, within_s=10)
+    assert len(client.ready) == 1
+    assert not client.dead
     assert asleep(served_engine)
 
 
@@ -140,7 +138,7 @@ def test_sleeping_and_waking_take_milliseconds(served_engine: ServedEngine) -> N
 
 
 def test_one_that_computes_or_sleeps_is_not_taken_for_one_that_stands_still(
-    served_engine: ServedEngine, front_end: BareFrontEnd
+    served_engine: ServedEngine, client: BareClient
 ) -> None:
     told_why: list[str] = []
 
@@ -155,7 +153,7 @@ def test_one_that_computes_or_sleeps_is_not_taken_for_one_that_stands_still(
         watch.cancel()
 
     watching = asyncio.run_coroutine_threadsafe(watched(), served_engine.loop)
-    told(front_end, prompts(5), tokens=16)
+    told(client, prompts(5), tokens=16)
     sleep(served_engine)
     watching.result(PATIENCE_S)
     assert asleep(served_engine)

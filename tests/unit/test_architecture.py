@@ -9,27 +9,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-CODE = ("platform", "deployments", "routers", "kvstore")
+from tests.size import CODE, ROOT, modules, name_of, sizes
 
-MOST_FILES = 15
-MOST_LINES = 500
-MOST_CLASS_LINES = 250
+# What is agreed, and printed by CI, is less: tests/size.toml.
+MOST_FILES = 25
+MOST_LINES = 700
+MOST_CLASS_LINES = 400
+# The goal is 68,000. It may only fall.
+MOST_PRODUCT_LINES = 80_100
 
 # Exceptions, with the reason that each stands for.
-LARGE_FOLDERS = {"platform/config": "one section of the configuration a file"}
-LONG_FILES: dict[str, str] = {}
-LONG_CLASSES: dict[str, str] = {}
 SHARED_NAMES: dict[str, str] = {}
-
-
-def modules(*folders: str) -> Iterator[Path]:
-    for folder in folders:
-        yield from sorted((ROOT / folder).rglob("*.py"))
-
-
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 def classes(path: Path) -> Iterator[ast.ClassDef]:
@@ -66,23 +56,12 @@ def test_a_public_class_name_means_one_thing() -> None:
     assert set(SHARED_NAMES) <= set(several), "an exception that is no longer one"
 
 
-def test_a_folder_holds_no_more_than_a_reader_takes_in() -> None:
-    files: dict[str, int] = defaultdict(int)
-    for path in modules(*CODE):
-        files[name_of(path.parent)] += path.name != "__init__.py"
-    large = {folder for folder, count in files.items() if count > MOST_FILES}
-    assert large == set(LARGE_FOLDERS)
+def test_folders_files_and_classes_are_not_far_beyond_what_is_agreed() -> None:
+    found = sizes()
+    assert {name for name, size in found.folders.items() if size > MOST_FILES} == set()
+    assert {name for name, size in found.files.items() if size > MOST_LINES} == set()
+    assert {name for name, size in found.classes.items() if size > MOST_CLASS_LINES} == set()
 
 
-def test_files_and_classes_are_short() -> None:
-    long_files = {
-        name_of(p) for p in modules(*CODE) if len(p.read_text().splitlines()) > MOST_LINES
-    }
-    assert long_files == set(LONG_FILES)
-    long_classes = {
-        f"{name_of(path)}:{node.name}"
-        for path in modules(*CODE)
-        for node in classes(path)
-        if (node.end_lineno or 0) - node.lineno >= MOST_CLASS_LINES
-    }
-    assert long_classes == set(LONG_CLASSES)
+def test_the_product_stays_within_its_budget() -> None:
+    assert sizes().files.total() <= MOST_PRODUCT_LINES

@@ -244,7 +244,7 @@ class _Guarded:
         field = dict(scope["headers"]).get(OWNER_HEADER.encode(), b"").decode("latin-1")
         try:
             owner = identity.owner_of(
-                self._token, field, scope["method"], _target(scope), time.monotonic()
+                self._token, field, scope["method"], identity.target_of(scope), time.monotonic()
             )
         except Forbidden as error:
             await error_response(error)(scope, receive, send)
@@ -254,11 +254,6 @@ class _Guarded:
             await self._app(scope, receive, send)
         except (ClientDisconnect, RequestError):
             return  # answered, as far as there is anybody to answer
-
-
-def _target(scope: Scope) -> str:
-    path, query = scope["raw_path"].decode("latin-1"), scope["query_string"].decode("latin-1")
-    return f"{path}?{query}" if query else path
 
 
 async def _respond(_: Request, error: Exception) -> Response:

@@ -10,11 +10,20 @@ import base64
 import hashlib
 import hmac
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from loomserve.platform.base.errors import Forbidden
 
 FRESH_S = 30.0
 """A field is good for so long before and after it was signed."""
+
+
+def target_of(scope: Mapping[str, Any]) -> str:
+    """Path and query of an ASGI request, as its client wrote them."""
+    query = scope["query_string"].decode("latin-1")
+    path: str = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
+    return f"{path}?{query}" if query else path
 
 
 def sign(token: str, owner: str, method: str, target: str, now_s: float) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import logging
 import math
 import time
@@ -18,8 +17,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from loomserve.platform.base.errors import BadRequest, EngineGone, RequestError
-from loomserve.platform.batch.executor import LineAnswer, LineCall, LineOutcome, QueuedModel
+from loomserve.platform.base.errors import BadRequest, EngineGone
+from loomserve.platform.batch.executor import AWAY, LineAnswer, LineCall, LineOutcome, QueuedModel
 from loomserve.platform.batch.offline.worker import (
     OfflineFacts,
     OfflineLine,
@@ -28,10 +27,13 @@ from loomserve.platform.batch.offline.worker import (
 )
 from loomserve.platform.config import Batching
 from loomserve.platform.state import OfflineModelState
-from loomserve.routers.static_batching.base import BatchRequest, KvBudget, StaticBatch
-from loomserve.routers.static_batching.choice import batcher
-from loomserve.routers.static_batching.next_batch import first, hrrn, oldest
-from loomserve.routers.static_batching.queue import BatchQueue
+from loomserve.routers.static_batching.base import (
+    BatchingPolicy,
+    BatchRequest,
+    KvBudget,
+    StaticBatch,
+)
+from loomserve.routers.static_batching.queue import BatchQueue, first, hrrn, oldest
 
 if TYPE_CHECKING:
     from loomserve.platform.costs.batch_time import BatchShape, BatchTimes
@@ -79,7 +81,9 @@ class OfflineQueue:
     ) -> None:
         self._name, self._start, self._predictor = name, start, predictor
         self._kv_bytes, self._places = kv_bytes, places
-        self._rules = rules or Batching()
+        rules = rules or Batching()
+        self._policy: BatchingPolicy = rules.batching_policy()
+        self._order = rules.order
         self._clock, self._pause = clock, pause
         self._worker: OfflineWorker | None = None
         self._facts: OfflineFacts | None = None
@@ -136,16 +140,16 @@ class OfflineQueue:
         """Compute a line; cancelling the call withdraws it from its batch."""
         worker = self._worker
         if worker is None:
-            return LineAnswer(LineOutcome.AWAY, 503, b"{}")
+            return AWAY
         line = OfflineLine(call.request_id, call.path, call.body)
         self._reading += 1
         try:
             tokens = await worker.prompt_tokens(line)
         except BadRequest as error:
-            return refused(error)
+            return LineAnswer.of(error)
         except WorkerGoneError:
             self._lose(worker)
-            return LineAnswer(LineOutcome.AWAY, 503, b"{}")
+            return AWAY
         finally:
             self._reading -= 1
         return await self._answered(line, call, tokens)
@@ -184,7 +188,7 @@ class OfflineQueue:
         self._facts = facts
         if self._queue is None:
             planned = KvBudget(int(self._kv_bytes * (1 - _RESERVE)), facts.token_bytes)
-            self._queue = BatchQueue(batcher(self._rules), self._next, planned)
+            self._queue = BatchQueue(self._policy, self._next, planned)
         self._worker, self._problem = worker, None
         while True:
             while not len(self._queue) and self._worker is worker:
@@ -228,7 +232,7 @@ class OfflineQueue:
         assert self._queue is not None
         self._splits += 1
         if lone := self._queue.out_of_memory(batch):
-            self._answer(lone.id, refused(_too_large(self._kv_bytes)))
+            self._answer(lone.id, LineAnswer.of(_too_large(self._kv_bytes)))
         for request in batch.requests:
             if request.id not in self._waiting:
                 self._queue.withdraw(request.id)
@@ -241,7 +245,7 @@ class OfflineQueue:
     # Which batch is next
 
     def _next(self, batches: Sequence[StaticBatch], now: float) -> int:
-        if self._rules.order == "deadline":
+        if self._order == "deadline":
             return first(batches, now)
         choose = oldest if self._times is None else hrrn(self._seconds)
         return choose(batches, now)
@@ -254,8 +258,11 @@ class OfflineQueue:
         return [max(_SHORTEST_BATCH_S, float(seconds)) for seconds in found]
 
     async def _learn(self, batch: StaticBatch, generated: int, seconds: float) -> None:
-        if generated == 0 or self._rules.order != "hrrn":
-            return  # all lines were withdrawn, or nobody asks
+        if generated == 0:
+            return  # all lines were withdrawn
+        self._policy.ran(batch, generated, seconds)
+        if self._order != "hrrn":
+            return
         if self._times is None:
             # scikit-learn takes seconds to import.
             await asyncio.to_thread(importlib.import_module, _BATCH_TIME)
@@ -274,11 +281,6 @@ def _shape(size: int, length: int, generation: int) -> BatchShape:
     return BatchShape(size, length, generation)
 
 
-def refused(error: RequestError) -> LineAnswer:
-    """The answer to a line that any further attempt would refuse again."""
-    return LineAnswer(LineOutcome.ANSWERED, error.status, json.dumps(error.body()).encode())
-
-
 def _too_large(kv_bytes: int) -> BadRequest:
     return BadRequest(
         f"the request needs more KV memory alone than its model has ({kv_bytes} bytes): shorten "
@@ -291,5 +293,4 @@ def _too_large(kv_bytes: int) -> BadRequest:
 
 def _gone(name: str, process: int) -> LineAnswer:
     error = EngineGone(f"the process of model {name!r} ended while it computed; send it again")
-    body = json.dumps(error.body()).encode()
-    return LineAnswer(LineOutcome.ENGINE_ENDED, error.status, body, f"offline:{name}:{process}")
+    return LineAnswer.of(error, LineOutcome.ENGINE_ENDED, f"offline:{name}:{process}")

@@ -36,17 +36,8 @@ class FileRecord(_Record):
     expires_at: int | None = None
 
     def to_openai(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "file",
-            "bytes": self.bytes,
-            "created_at": self.created_at,
-            "expires_at": self.expires_at,
-            "filename": self.filename,
-            "purpose": self.purpose,
-            "status": "processed",
-            "status_details": None,
-        }
+        own = self.model_dump(exclude={"owner"})
+        return {"object": "file", **own, "status": "processed", "status_details": None}
 
 
 class LineError(_Record):
@@ -104,11 +95,7 @@ class BatchRecord(_Record):
             "object": "batch",
             **self.model_dump(mode="json", exclude=ours),
             "errors": errors,
-            "request_counts": {
-                "total": self.total,
-                "completed": self.completed,
-                "failed": self.failed,
-            },
+            "request_counts": self.model_dump(include={"total", "completed", "failed"}),
             "usage": {
                 "input_tokens": self.input_tokens,
                 "input_tokens_details": {"cached_tokens": self.cached_tokens},

@@ -13,7 +13,6 @@ from loomserve.platform.batch.policy.objects import INPUT, BatchRecord, FileReco
 from loomserve.platform.batch.policy.quota import BatchQuota
 from loomserve.platform.batch.policy.status import (
     CANCELLABLE,
-    ENDED,
     TRANSITIONS,
     BatchStatus,
     stamp,
@@ -54,8 +53,7 @@ class BatchTable:
         """An owner's batch, or anybody's (None). Raises NotFound if there is none, or it is
         another's."""
         rows = self._database.read(
-            "SELECT * FROM batches WHERE id = ? AND (? IS NULL OR owner = ?)",
-            *(batch_id, owner, owner),
+            "SELECT * FROM batches WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", batch_id, owner
         )
         if not rows:
             raise NotFound(f"No batch found with id '{batch_id}'.", param="batch_id")
@@ -66,14 +64,12 @@ class BatchTable:
     ) -> tuple[list[BatchRecord], bool]:
         """A page of an owner's batches, or of all (None), and whether there are more. Raises
         NotFound as :func:`.schema.page`."""
-        rows = schema.page(self._database, "batches", owner, after, limit, True)
-        return [schema.batch_of(row) for row in rows[:limit]], len(rows) > limit
+        rows, more = schema.page(self._database, "batches", owner, after, limit, True)
+        return [schema.batch_of(row) for row in rows], more
 
     def unended(self) -> list[BatchRecord]:
         """All batches that have not ended, the oldest first."""
-        rows = self._database.read(
-            f"SELECT * FROM batches WHERE status NOT IN ({_marks()}) ORDER BY seq", *ENDED
-        )
+        rows = self._database.read(f"SELECT * FROM batches WHERE {schema.UNENDED} ORDER BY seq")
         return [schema.batch_of(row) for row in rows]
 
     def unended_lines(self) -> int:
@@ -169,9 +165,8 @@ class BatchTable:
 
     def forget(self, before: float) -> None:
         """Delete batches that ended and were made before a time; their files stay."""
-        old = f"created_at < ? AND status IN ({_marks()})"
+        old, given = f"created_at < ? AND NOT {schema.UNENDED}", (int(before),)
         with self._database.transaction() as db:
-            given = (int(before), *ENDED)
             db.execute(
                 f"DELETE FROM lines WHERE batch IN (SELECT id FROM batches WHERE {old})", given
             )
@@ -183,21 +178,16 @@ def _one(db: sqlite3.Connection, batch_id: str) -> BatchRecord:
     return schema.batch_of(row)
 
 
-def _marks() -> str:
-    return ", ".join("?" * len(ENDED))
-
-
 def _unended(db: sqlite3.Connection, owner: str) -> int:
     (count,) = db.execute(
-        f"SELECT COUNT(*) FROM batches WHERE owner = ? AND status NOT IN ({_marks()})",
-        (owner, *ENDED),
+        f"SELECT COUNT(*) FROM batches WHERE owner = ? AND {schema.UNENDED}", (owner,)
     ).fetchone()
     return int(count)
 
 
 def _unended_lines(db: sqlite3.Connection) -> int:
     (lines,) = db.execute(
-        f"SELECT COALESCE(SUM(total), 0) FROM batches WHERE status NOT IN ({_marks()})", [*ENDED]
+        f"SELECT COALESCE(SUM(total), 0) FROM batches WHERE {schema.UNENDED}"
     ).fetchone()
     return int(lines)
 

@@ -8,7 +8,6 @@ from loomserve.platform.base.errors import Conflict, NotFound
 from loomserve.platform.base.sqlite import Database
 from loomserve.platform.batch.policy.objects import FileRecord
 from loomserve.platform.batch.policy.quota import BatchQuota
-from loomserve.platform.batch.policy.status import ENDED
 from loomserve.platform.batch.store import schema
 
 
@@ -42,12 +41,11 @@ class FileTable:
     ) -> tuple[list[FileRecord], bool]:
         """A page of an owner's files, and whether there are more. Raises NotFound as
         :func:`.schema.page`."""
-        rows = schema.page(
-            *(self._database, "files", owner, after, limit, newest_first),
-            condition="(? IS NULL OR purpose = ?)",
-            value=purpose,
+        of_purpose = "(?4 IS NULL OR purpose = ?4)"
+        rows, more = schema.page(
+            self._database, "files", owner, after, limit, newest_first, of_purpose, purpose
         )
-        return [schema.file_of(row) for row in rows[:limit]], len(rows) > limit
+        return [schema.file_of(row) for row in rows], more
 
     def delete(self, owner: str, file_id: str) -> None:
         """Raises NotFound if there is none, or it is another's; Conflict if a batch reads it
@@ -80,6 +78,5 @@ def _bytes_of(db: sqlite3.Connection, owner: str) -> int:
 
 
 def _read_by_batches(db: sqlite3.Connection) -> set[str]:
-    marks = ", ".join("?" * len(ENDED))
-    rows = db.execute(f"SELECT input_file_id FROM batches WHERE status NOT IN ({marks})", [*ENDED])
+    rows = db.execute(f"SELECT input_file_id FROM batches WHERE {schema.UNENDED}")
     return {row["input_file_id"] for row in rows}

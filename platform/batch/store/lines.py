@@ -85,8 +85,12 @@ def _answer(db: sqlite3.Connection, answer: StoredAnswer) -> bool:
         "input_tokens = input_tokens + ?, cached_tokens = cached_tokens + ?, "
         "output_tokens = output_tokens + ? WHERE id = ?",
         (
-            *(answer.ok, not answer.ok, answer.input_tokens, answer.cached_tokens),
-            *(answer.output_tokens, answer.batch_id),
+            answer.ok,
+            not answer.ok,
+            answer.input_tokens,
+            answer.cached_tokens,
+            answer.output_tokens,
+            answer.batch_id,
         ),
     )
     return True

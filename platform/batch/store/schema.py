@@ -11,8 +11,11 @@ from loomserve.platform.base.errors import NotFound, StartError
 from loomserve.platform.base.sqlite import Database, OtherVersionError, SqlSchema
 from loomserve.platform.batch.policy.lines import BatchLine
 from loomserve.platform.batch.policy.objects import BatchRecord, FileRecord
+from loomserve.platform.batch.policy.status import ENDED
 
 _BUSY_TIMEOUT_S = 30.0
+UNENDED = f"status NOT IN ({', '.join(repr(str(each)) for each in sorted(ENDED))})"
+"""Condition of a batch that has not ended."""
 _SCHEMA = SqlSchema(
     version=1,
     tables="""
@@ -128,23 +131,22 @@ def page(
     after: str | None,
     limit: int,
     newest_first: bool,
-    condition: str = "(? IS NULL OR ?)",
+    condition: str = "?4 IS NULL",
     value: str | None = None,
-) -> list[sqlite3.Row]:
-    """A page of an owner's rows (None: of everybody's), and one row more if there is one. Raises
-    NotFound if ``after`` is the id of no such row."""
-    owned = "(? IS NULL OR owner = ?)"
+) -> tuple[list[sqlite3.Row], bool]:
+    """A page of an owner's rows (None: of everybody's), and whether there are more. Raises NotFound
+    if ``after`` is the id of no such row."""
+    owned = "(?2 IS NULL OR owner = ?2)"
     beyond, order = ("<", "DESC") if newest_first else (">", "ASC")
     start = 2**62 if newest_first else 0
     if after is not None:
-        found = database.read(
-            f"SELECT seq FROM {table} WHERE id = ? AND {owned}", after, owner, owner
-        )
+        found = database.read(f"SELECT seq FROM {table} WHERE id = ?1 AND {owned}", after, owner)
         if not found:
             raise NotFound(f"There is no {after!r} to go on after.", param="after")
         start = found[0]["seq"]
-    return database.read(
-        f"SELECT * FROM {table} WHERE seq {beyond} ? AND {owned} AND {condition} "
-        f"ORDER BY seq {order} LIMIT ?",
-        *(start, owner, owner, value, value, limit + 1),
+    query = (
+        f"SELECT * FROM {table} WHERE seq {beyond} ?1 AND {owned} AND {condition} "
+        f"ORDER BY seq {order} LIMIT ?3"
     )
+    rows = database.read(query, start, owner, limit + 1, value)
+    return rows[:limit], len(rows) > limit

@@ -1,1 +1,1 @@
-"""An engine as one process that only computes, for any number of front ends."""
+"""An engine as one process that only computes, for any number of clients."""

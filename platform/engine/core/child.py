@@ -83,7 +83,7 @@ def _made(start: EngineStart) -> ServedEngineCore:
 
 
 def _run(core: ServedEngineCore) -> None:
-    """Step until the replica stops it or an error does; front ends learn of either."""
+    """Step until the replica stops it or an error does; clients learn of either."""
     try:
         core.run_busy_loop()
     except SystemExit:

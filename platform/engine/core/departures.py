@@ -1,7 +1,7 @@
 """Requests that an engine would have go on elsewhere.
 
-It only asks their front ends: a request is computed here until its front end has found that the
-other replica takes it, and ends here as any that its front end wants no more.
+It only asks their clients: a request is computed here until its client has found that the
+other replica takes it, and ends here as any that its client wants no more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOVE_TO = "loomserve_move_to"
 
 
 def asking(request_id: str, to: str) -> EngineCoreOutput:
-    """An output that asks a front end to have the request go on with the replica ``to``."""
+    """An output that asks a client to have the request go on with the replica ``to``."""
     from vllm.v1.engine import EngineCoreOutput
 
     return EngineCoreOutput(request_id, [], kv_transfer_params={MOVE_TO: to})

@@ -17,7 +17,7 @@ from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.plain_reason import first_line
 from loomserve.platform.engine.core.messages import ERRORS, HEAD, EngineFacts, EngineStart
 from loomserve.platform.engine.process.engine_process import EngineProcess, start_process
-from loomserve.platform.engine.process.peer_process import LOOK_S, until_wedged
+from loomserve.platform.engine.process.peer_process import POLL_INTERVAL_S, until_wedged
 from loomserve.platform.engine.process.policy.silence import WEDGED_S
 from loomserve.platform.fleet.messages import MovedRequests, MoveOrder
 from loomserve.platform.run.engine_address import EngineAddress
@@ -25,10 +25,10 @@ from loomserve.platform.state import ReplicaLoad
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S = 0.02
+_POLL_INTERVAL_S = 0.02
 # A call's answer is refused beyond it; the engine's are some kilobytes.
 _LONGEST_FRAME = 64 * 2**20
-# Front ends move a request within a step; one that has not in this time stays.
+# Clients move a request within a step; one that has not in this time stays.
 _MOVING_S = 10.0
 
 
@@ -129,10 +129,10 @@ class EngineHost:
         return answers
 
     async def move_requests(self, to: str, most: int, *, timeout_s: float) -> int:
-        """Have front ends take up to ``most`` requests to the replica ``to``; returns how many
+        """Have clients take up to ``most`` requests to the replica ``to``; returns how many
         left.
 
-        The others go on here. The engine has ``timeout_s`` to choose them, and front ends again to
+        The others go on here. The engine has ``timeout_s`` to choose them, and clients again to
         move them.
         """
         await self.call("move_requests", to, most, timeout_s=timeout_s)
@@ -141,7 +141,7 @@ class EngineHost:
             left, undecided = await self.call("moved", timeout_s=timeout_s)
             if not undecided or time.monotonic() > deadline:
                 return int(left)
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
 
     async def set_adapters(
         self, wanted: Sequence[Mapping[str, Any]], *, timeout_s: float
@@ -193,7 +193,7 @@ class EngineHost:
         tell: Callable[[str], Awaitable[object]],
         *,
         limit_s: float = WEDGED_S,
-        look_s: float = LOOK_S,
+        look_s: float = POLL_INTERVAL_S,
     ) -> None:
         """Kill the engine once it has stood still for long, after ``tell`` was told why.
 
@@ -207,7 +207,7 @@ class EngineHost:
             self._process.kill()
 
     async def stop(self, timeout_s: float) -> None:
-        """End the engine: in good order within the time, else at once. Front ends are told."""
+        """End the engine: in good order within the time, else at once. Clients are told."""
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(EngineEnded, TimeoutError, *ERRORS.values()):
             if timeout_s > 0:
@@ -215,7 +215,7 @@ class EngineHost:
         while self._process.poll() is None:
             if time.monotonic() > deadline:
                 self._process.kill()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
         self._writer.close()
         self._reading.cancel()
         await asyncio.wait([self._reading])
@@ -247,10 +247,10 @@ class EngineHost:
             answer.set_result(value)
 
     async def _how_it_ended(self) -> str:
-        for _ in range(int(1 / _LOOK_S)):
+        for _ in range(int(1 / _POLL_INTERVAL_S)):
             if (code := self._process.poll()) is not None:
                 break
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
         else:
             return "its process does not speak to the replica any more"
         if self._ended_for:

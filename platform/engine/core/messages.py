@@ -35,16 +35,16 @@ class EngineStart(BaseModel):
     address: EngineAddress
     host: str | None = Field(
         None,
-        description="Address at which front ends on other nodes reach it; None: there are none.",
+        description="Address at which clients on other nodes reach it; None: there are none.",
     )
     simulated: bool = Field(default=False, description="Whether it is to compute nothing.")
     device: str = Field("", description="Its device, by which a simulated one has its faults.")
     own_process_workers: bool = Field(
         default=False, description="Whether even a single worker has a process of its own."
     )
-    silence_s: float = Field(default=60.0, gt=0, description="A front end silent so long is gone.")
+    silence_s: float = Field(default=60.0, gt=0, description="A client silent so long is gone.")
     queued: int = Field(
-        default=2000, gt=0, description="Messages that may wait for one front end before it is."
+        default=2000, gt=0, description="Messages that may wait for one client before it is."
     )
 
 

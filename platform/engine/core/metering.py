@@ -1,4 +1,4 @@
-"""Measures an engine's load in its own process, without a front end's help."""
+"""Measures an engine's load in its own process, without a client's help."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class CoreMeter:
             self._note_idle(time.monotonic())
 
     def step(self, outputs: Mapping[int, EngineCoreOutputs], now: float) -> None:
-        """A step's outputs, by front end."""
+        """A step's outputs, by client."""
         with self._lock:
             tokens = _StepTokens()
             for of_one in outputs.values():
@@ -134,7 +134,7 @@ class CoreMeter:
             )
 
     def page(self) -> str:
-        """The engine's metrics that its front ends cannot know, as Prometheus reads them."""
+        """The engine's metrics that its clients cannot know, as Prometheus reads them."""
         with self._lock:
             return self._metrics.page(self._turnaround.oldest_waiting_s(time.monotonic()))
 

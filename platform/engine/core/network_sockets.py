@@ -1,4 +1,4 @@
-"""An engine's sockets for front ends on other nodes: TCP, encrypted, for who has the key."""
+"""An engine's sockets for clients on other nodes: TCP, encrypted, for who has the key."""
 
 from __future__ import annotations
 

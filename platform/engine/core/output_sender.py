@@ -1,11 +1,11 @@
-"""The engine's output socket: outputs go out, front ends are heard, and lost ones noticed.
+"""The engine's output socket: outputs go out, clients are heard, and lost ones noticed.
 
-Each message of outputs has the engine's load with it. A front end without outputs gets the load a
+Each message of outputs has the engine's load with it. A client without outputs gets the load a
 few times a second while it changes.
 
 One thread runs it. It waits for the queue and for the socket at once, so that neither a token nor a
-``HELLO`` waits for the other, and never for a front end: what one does not take in time is lost,
-and the front end with it.
+``HELLO`` waits for the other, and never for a client: what one does not take in time is lost,
+and the client with it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any, Protocol
 import zmq
 
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
-from loomserve.platform.engine.core.front_ends import NOBODY, FrontEnds
-from loomserve.platform.state.told_load import LOAD_PERIOD_S, LoadBook
+from loomserve.platform.engine.core.engine_clients import NOBODY, EngineClients
+from loomserve.platform.state.load_report import LOAD_PERIOD_S, LoadBook
 
 # How often silence is looked for.
 _PERIOD_MS = 250
 # If this thread was away for so long, so may have been what it should have heard.
 _AWAY_S = 1.0
-# A front end that is silent for so long is sent something, which fails if nobody is there.
+# A client that is silent for so long is sent something, which fails if nobody is there.
 _PROBE_AFTER_S = 5.0
 # How long the word of the engine's end may take to leave.
 _LINGER_MS = 1000
@@ -86,10 +86,10 @@ class SenderEvents(Protocol):
         """Frames of outputs."""
 
     def gone(self, index: int) -> None:
-        """The front end with this index is gone: nobody awaits its requests."""
+        """The client with this index is gone: nobody awaits its requests."""
 
     def unwanted(self, outputs: Any) -> None:
-        """These outputs are for a front end that is gone."""
+        """These outputs are for a client that is gone."""
 
 
 def bound_router(context: zmq.Context[Any], address: str, queued: int = 0) -> zmq.Socket[bytes]:
@@ -106,23 +106,23 @@ def bound_router(context: zmq.Context[Any], address: str, queued: int = 0) -> zm
 
 
 class OutputSender:
-    """Sends ``(index, outputs)`` from a queue to front ends, until ``DEAD`` is in the queue."""
+    """Sends ``(index, outputs)`` from a queue to clients, until ``DEAD`` is in the queue."""
 
     def __init__(
         self,
         queue: WakingQueue,
-        front_ends: FrontEnds,
+        clients: EngineClients,
         events: SenderEvents,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._queue, self._front_ends, self._events = queue, front_ends, events
+        self._queue, self._clients, self._events = queue, clients, events
         self._clock = clock
         self._socket: zmq.Socket[bytes]
 
     def run(self, address: str, queued: int, also: AlsoBound = lambda *_: nullcontext()) -> None:
         """Bind, and send until the end.
 
-        ``queued`` messages may wait for one front end, which is gone with more. ``also`` binds the
+        ``queued`` messages may wait for one client, which is gone with more. ``also`` binds the
         socket to other addresses too.
         """
         with (
@@ -138,14 +138,14 @@ class OutputSender:
         poller.register(self._queue.wakeup, zmq.POLLIN)
         looked_at = self._clock()
         while True:
-            poller.poll(_PERIOD_MS if self._front_ends else None)
+            poller.poll(_PERIOD_MS if self._clients else None)
             if not self._send_queued():
                 return
             self._hear()
-            self._tell_loads(now := self._clock())
+            self._send_loads(now := self._clock())
             if (now - looked_at) * 1000 >= _PERIOD_MS:
                 if now - looked_at > _AWAY_S:
-                    self._front_ends.excuse(now)
+                    self._clients.excuse(now)
                 looked_at = now
                 self._look_for_silence(now)
 
@@ -154,28 +154,28 @@ class OutputSender:
         loads, now = self._events.loads, self._clock()
         for item in self._queue.take_all():
             if item == DEAD:
-                for identity in self._front_ends:
+                for identity in self._clients:
                     self._send(identity, [DEAD])
                 return False
             index, outputs = item
-            receiver = self._front_ends.identity_of(index)
+            receiver = self._clients.identity_of(index)
             if receiver is not None:
                 version = loads.version
-                frame = loads.frame(self._front_ends.index_of(receiver) or index)
+                frame = loads.frame(self._clients.index_of(receiver) or index)
                 self._send(receiver, [frame, *self._events.encode(outputs)])
-                self._front_ends.told(receiver, version, now)
+                self._clients.sent(receiver, version, now)
             elif index != NOBODY:
                 self._events.unwanted(outputs)
         return True
 
-    def _tell_loads(self, now: float) -> None:
+    def _send_loads(self, now: float) -> None:
         loads = self._events.loads
         version = loads.version
-        for identity in self._front_ends.untold(version, now, LOAD_PERIOD_S):
-            index = self._front_ends.index_of(identity)
+        for identity in self._clients.unsent(version, now, LOAD_PERIOD_S):
+            index = self._clients.index_of(identity)
             if index is not None:
                 self._send(identity, [loads.frame(index)])
-                self._front_ends.told(identity, version, now)
+                self._clients.sent(identity, version, now)
 
     def _hear(self) -> None:
         with suppress(zmq.Again):
@@ -185,7 +185,7 @@ class OutputSender:
                     self._answer(identity, b"".join(words[1:]))
 
     def _answer(self, identity: bytes, connection: bytes) -> None:
-        heard = self._front_ends.hello(identity, connection, self._clock())
+        heard = self._clients.hello(identity, connection, self._clock())
         if heard.replaced is not None:
             self._events.gone(heard.replaced)
         if heard.first:
@@ -212,12 +212,12 @@ class OutputSender:
         return True
 
     def _look_for_silence(self, now: float) -> None:
-        for identity in self._front_ends.silent(now):
+        for identity in self._clients.silent(now):
             self._let_go(identity)
-        for identity in self._front_ends.probe(now, _PROBE_AFTER_S):
+        for identity in self._clients.probe(now, _PROBE_AFTER_S):
             self._send(identity, [BEAT, self._events.beat()])
 
     def _let_go(self, identity: bytes) -> None:
-        index = self._front_ends.retire(identity)
+        index = self._clients.retire(identity)
         if index is not None:
             self._events.gone(index)

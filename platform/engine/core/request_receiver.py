@@ -1,4 +1,4 @@
-"""The engine's input socket: what front ends ask for, decoded beside the engine's steps."""
+"""The engine's input socket: what clients ask for, decoded beside the engine's steps."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from vllm.multimodal.cache import MultiModalCacheMissError
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from loomserve.platform.engine.core.front_ends import FrontEnds
+from loomserve.platform.engine.core.engine_clients import EngineClients
 
 _logger = logging.getLogger(__name__)
 
 
 class RequestReceiver:
-    """Hands what known front ends send to the engine's queues; a thread runs it for ever."""
+    """Hands what known clients send to the engine's queues; a thread runs it for ever."""
 
-    def __init__(self, core: Any, front_ends: FrontEnds) -> None:
+    def __init__(self, core: Any, clients: EngineClients) -> None:
         """``core`` is an ``EngineCoreProc`` with ``loads``, a :class:`LoadBook`."""
-        self._core, self._front_ends = core, front_ends
+        self._core, self._clients = core, clients
         self._requests = MsgpackDecoder(EngineCoreRequest)
         self._other = MsgpackDecoder()
 
     def run(self, socket: zmq.Socket[bytes]) -> None:
         while True:
             identity, kind, *data = socket.recv_multipart(copy=False)
-            index = self._front_ends.index_of(identity.bytes)
+            index = self._clients.index_of(identity.bytes)
             if index is None:
                 # It is told that it has to begin anew when it next says that it is there.
                 continue
             try:
                 self._take(index, EngineCoreRequestType(kind.bytes), data)
             except Exception:
-                _logger.exception("a front end sent what cannot be read")
+                _logger.exception("an engine client sent what cannot be read")
 
     def _take(self, index: int, kind: EngineCoreRequestType, data: Sequence[Any]) -> None:
         given: Any
@@ -52,7 +52,7 @@ class RequestReceiver:
                 _, *call = self._other.decode(data)
                 given = (index, *call)
             case _:
-                raise ValueError(f"front ends do not send {kind}")
+                raise ValueError(f"clients do not send {kind}")
         self._core.input_queue.put_nowait((kind, given))
 
     def _added(self, index: int, request: EngineCoreRequest) -> Any:

@@ -1,4 +1,4 @@
-"""vLLM's engine core for front ends that come and go, and for the replica that started it."""
+"""vLLM's engine core for clients that come and go, and for the replica that started it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from loomserve.platform.engine.adapters.loaded import EngineAdapters
 from loomserve.platform.engine.core.cores import leave_device
 from loomserve.platform.engine.core.departures import Departures, asking, movable
-from loomserve.platform.engine.core.front_ends import FrontEnds
+from loomserve.platform.engine.core.engine_clients import EngineClients
 from loomserve.platform.engine.core.messages import EngineFacts, EngineStart
 from loomserve.platform.engine.core.metering import CoreMeter
 from loomserve.platform.engine.core.network_sockets import NetworkSockets
@@ -35,7 +35,7 @@ from loomserve.platform.engine.core.request_receiver import RequestReceiver
 from loomserve.platform.engine.resumption.travelling import by_own_clocks, check_resumed
 from loomserve.platform.engine.sleeping.sleep import EngineSleep
 from loomserve.platform.scheduling.policy.preemption import leaving
-from loomserve.platform.state.told_load import LoadBook
+from loomserve.platform.state.load_report import LoadBook
 
 _logger = logging.getLogger(__name__)
 
@@ -44,9 +44,9 @@ _cpu_s = time.process_time
 
 
 class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
-    """EngineCore whose sockets are bound, so that any number of front ends connect to them.
+    """EngineCore whose sockets are bound, so that any number of clients connect to them.
 
-    vLLM's own is made for front ends that it knows at its start, and ends with them. Its two I/O
+    vLLM's own is made for clients that it knows at its start, and ends with them. Its two I/O
     threads are overridden; the loop, the steps and the frames are vLLM's.
     """
 
@@ -60,7 +60,7 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         self._departures = Departures()
         self._sleep = EngineSleep(self)
         self._adapters = EngineAdapters(self)
-        self._front_ends = FrontEnds(start.silence_s)
+        self._clients = EngineClients(start.silence_s)
         self._ready: bytes
         self._is_ready = threading.Event()
         self._encoder = MsgpackEncoder()
@@ -89,7 +89,7 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         ready_event: threading.Event,
     ) -> None:
         leave_device()
-        # It mirrors the cache of a single front end. Here each sends what it has whole.
+        # It mirrors the cache of a single client. Here each sends what it has whole.
         self.mm_receiver_cache = None
         self._ready = msgspec.msgpack.encode(self._make_ready_response())
         with (
@@ -100,13 +100,13 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
             self._is_ready.set()
             ready_event.set()
             with self._fatal("reads requests"):
-                RequestReceiver(self, self._front_ends).run(socket)
+                RequestReceiver(self, self._clients).run(socket)
 
     def process_output_sockets(self, *_: Any) -> None:
         leave_device()
         self._is_ready.wait()
         with self._fatal("sends outputs"):
-            sender = OutputSender(self.output_queue, self._front_ends, self)
+            sender = OutputSender(self.output_queue, self._clients, self)
             also = partial(self._network.bound, "output")
             sender.run(self._start.address.output, self._start.queued, also)
 
@@ -145,7 +145,7 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         self.between_steps(end)
 
     def unwanted(self, outputs: EngineCoreOutputs) -> None:
-        # Requests that were on their way while their front end was let go.
+        # Requests that were on their way while their client was let go.
         left = [each.request_id for each in outputs.outputs if not each.finished]
         if left:
             self.between_steps(lambda: self.abort_requests(left))
@@ -154,13 +154,13 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         requests = self.scheduler.requests.values()
         left = [each.request_id for each in requests if each.client_index == index]
         if left:
-            _logger.info("a front end is gone; its %d requests end", len(left))
+            _logger.info("an engine client is gone; its %d requests end", len(left))
             self.abort_requests(left)
 
     # Requests that are to go on elsewhere
 
     def move_requests(self, to: str, most: int) -> int:
-        """Ask front ends to have at most so many requests go on with the replica ``to``.
+        """Ask clients to have at most so many requests go on with the replica ``to``.
 
         Returns how many were asked for; :meth:`moved` tells what came of it.
         """
@@ -219,7 +219,7 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
 
     def add_request(self, request: Request, request_wave: int = 0) -> None:
         if self.meter.asleep:
-            # It left its front end before that could know; whoever put the engine to sleep sees it.
+            # It left its client before that could know; whoever put the engine to sleep sees it.
             self.wake()
         super().add_request(request, request_wave)
         self.meter.arrived(request, time.monotonic())

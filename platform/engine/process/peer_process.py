@@ -37,7 +37,7 @@ _STOPPED, _DEAD, _WANTS = "T", frozenset("ZX"), frozenset("RD")
 # PF_EXITING of linux/sched.h.
 _EXITING = 0x4
 _NOBODY = (FileNotFoundError, ProcessLookupError)
-LOOK_S = 1.0
+POLL_INTERVAL_S = 1.0
 
 
 class PeerState(Enum):

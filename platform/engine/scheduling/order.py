@@ -12,7 +12,7 @@ from loomserve.platform.engine.scheduling.gated_queue import GatedQueue
 from loomserve.platform.engine.scheduling.swap_space import SwapSpace
 from loomserve.platform.scheduling.options import SchedulerOptions
 from loomserve.platform.scheduling.policy.hints import RequestHints
-from loomserve.platform.scheduling.policy.queue import QUEUES, QueuedRequest
+from loomserve.platform.scheduling.policy.queue import QueuedRequest, QueuePolicy
 
 # Per step, sort only the first so many waiting requests and new arrivals; sort the whole queue so
 # seldom that it takes this share of the time.
@@ -44,7 +44,9 @@ class QueueOrder:
     def use(self, options: SchedulerOptions, *, foresees: bool) -> None:
         self._options = options
         self._foresees = foresees
-        self._priority = QUEUES[options.queue]
+        self._policy = options.queue_policy()
+        self._priority = self._policy.priority
+        self._tells_ends = type(self._policy).ended is not QueuePolicy.ended
         # Some were looked at without their deadlines.
         self._queued.clear()
 
@@ -54,6 +56,8 @@ class QueueOrder:
         self._arrived.setdefault(request.request_id, _arrived_s(request))
 
     def forget(self, request: Request) -> None:
+        if self._tells_ends:
+            self._policy.ended(self.seen(request))
         self._queued.pop(request.request_id, None)
         self._hints.pop(request.request_id, None)
         self._out_of_turn.discard(request.request_id)
@@ -75,12 +79,11 @@ class QueueOrder:
         Priorities of the others change slowly, and a long queue is all that there is to decide.
         """
         # vLLM's own order is not found again from a part of it.
-        in_arrival_order = self._options.queue == "fcfs"
-        if in_arrival_order and not self._out_of_turn:
+        if self._policy.as_they_came and not self._out_of_turn:
             self._newcomers = 0
             return
         begin = time.perf_counter()
-        whole = begin >= self._sort_all_at or in_arrival_order
+        whole = begin >= self._sort_all_at or self._policy.as_they_came
         new = waiting.take_last(min(self._newcomers, len(waiting)))
         head = waiting.take_first(len(waiting) if whole else min(_HEAD, len(waiting)))
         waiting.put_first(sorted([*head, *new], key=lambda request: self.rank(request, now)))
@@ -91,7 +94,7 @@ class QueueOrder:
 
     def rank(self, request: Request, now: float) -> tuple[object, ...]:
         """Sort key: the least is served first and preempted last."""
-        if self._options.queue == "fcfs":
+        if self._policy.as_they_came:
             # Else the order is that of vLLM: what was preempted comes first.
             return (self.hints(request).background, request.priority)
         seen = self.seen(request)
@@ -145,7 +148,7 @@ class QueueOrder:
 
     def _left_s(self, request: Request, done: int, answer: int) -> float:
         """Predicted seconds until the request ends once it runs: its prefill, then its steps."""
-        if self._options.queue != "deadline":
+        if not self._policy.asks_left_s:
             return 0.0
         to_compute = request.num_tokens - done
         prefill_s = self._costs.prefill_s(to_compute) if to_compute > 1 else 0.0

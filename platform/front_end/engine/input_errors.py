@@ -30,10 +30,10 @@ from vllm.exceptions import (
 from loomserve.platform.base.errors import BadRequest
 from loomserve.platform.front_end.policy.input_faults import (
     InputFault,
-    Told,
+    ReportedFault,
     class_name,
     message,
-    told,
+    reported_faults,
 )
 from loomserve.platform.http.engine_errors import shortened
 
@@ -121,7 +121,7 @@ def refused(error: ValidationError, value: Any = None) -> BadRequest:
     """The error that a client gets; ``value``: what was validated, where it is known."""
     listed = error.errors(include_url=False, include_input=False)
     faults = [InputFault(each["loc"], each["type"], _words(each)) for each in listed]
-    return _refusal(told(faults, value))
+    return _refusal(reported_faults(faults, value))
 
 
 def _words(fault: Any) -> str:
@@ -129,7 +129,7 @@ def _words(fault: Any) -> str:
     return words.replace("dictionary", "object").replace("iterable", "list")
 
 
-def _refusal(faults: list[Told]) -> BadRequest:
+def _refusal(faults: list[ReportedFault]) -> BadRequest:
     param = next((fault.param for fault in faults if fault.param), None)
     return BadRequest(message(faults) or "the request is not valid", param=param)
 
@@ -179,7 +179,7 @@ def _sanitized(message: str) -> str:
 
 
 def _early(schema: dict[str, Any]) -> dict[str, Any]:
-    """A collection ends with its first wrong entry, and classes are told apart."""
+    """A collection ends with its first wrong entry, and classes are kept apart."""
     if schema.get("type") in _COLLECTIONS:
         return {**schema, "fail_fast": True}
     if schema.get("type") == "union":

@@ -24,8 +24,8 @@ from loomserve.platform.front_end.policy.continuation import (
     RequestView,
     ending,
 )
+from loomserve.platform.front_end.request_spans import RequestSpans
 from loomserve.platform.front_end.routing import RoutingContext, RoutingRequest
-from loomserve.platform.front_end.stays import Stays
 from loomserve.platform.requests.usage import ComputedTokens
 
 _DIGEST_BYTES = 16
@@ -75,7 +75,7 @@ class OpenRequest:
     last_token_at: float | None = None
     paused_since: float | None = None
     computed: ComputedTokens = field(default_factory=ComputedTokens)
-    stays: Stays | None = None
+    spans: RequestSpans | None = None
     """Its spans; None: its HTTP request is not traced."""
     trace_headers: Mapping[str, str] | None = None
     """What vLLM places its own span of it by."""
@@ -117,7 +117,7 @@ class OpenRequest:
         # Engines would send it back with each token.
         self.trace_headers, self.request.trace_headers = self.request.trace_headers, None
         if self.context is not None and self.context.trace is not None:
-            self.stays = Stays(self.context.trace, self.id)
+            self.spans = RequestSpans(self.context.trace, self.id)
 
     def note_loss(self, lost: Loss) -> bool:
         """Remember why it leaves; whether it may have caused that, noted for the first time."""
@@ -141,9 +141,9 @@ class OpenRequest:
                 None if self.attempt and len(self.tokens) == self.placed_at else steps()
             )
         self.waiting_since = None
-        if self.stays is not None:
+        if self.spans is not None:
             prompt_only = self.answers is not None
-            self.stays.begin(self.replica_id, prompt_only=prompt_only, attempt=self.attempt)
+            self.spans.begin(self.replica_id, prompt_only=prompt_only, attempt=self.attempt)
 
     def end(self, *, cut_off: bool) -> None:
         """Leave the last replica and add what engines computed to the HTTP request's usage;
@@ -155,8 +155,8 @@ class OpenRequest:
             if self.computed.prompt is None and self.replica_id is not None:
                 usage.add_unanswered(self.prompt_id, prompt_length(self.request))
         self.replica_id = None
-        if self.stays is not None:
-            self.stays.done(self.prompt_id, prompt_length(self.request), len(self.tokens))
+        if self.spans is not None:
+            self.spans.done(self.prompt_id, prompt_length(self.request), len(self.tokens))
 
     def leave(self) -> None:
         """It is with no replica, and what the last one still sends is not for it."""
@@ -215,7 +215,7 @@ class OpenRequest:
             return with_kv_from_store(request, self.handed_over_by)
         return request
 
-    def loss_told_by(self, output: EngineCoreOutput) -> Loss | None:
+    def loss_reported_by(self, output: EngineCoreOutput) -> Loss | None:
         """Why it leaves its engine, if that has ended it unasked or would have it elsewhere."""
         if output.finish_reason is FinishReason.ERROR:
             # The replica that answers it computes its prompt, too, and says whether that fails.

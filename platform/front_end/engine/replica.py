@@ -41,7 +41,7 @@ from loomserve.platform.front_end.policy.continuation import (
 )
 from loomserve.platform.front_end.policy.send_times import SendTimes
 from loomserve.platform.run.engine_address import EngineAddress, EngineNetwork
-from loomserve.platform.state.told_load import ToldLoad, load_of
+from loomserve.platform.state.load_report import LoadReport, read_load_report
 
 Clock = Callable[[], float]
 
@@ -58,7 +58,7 @@ _MOST_UNREAD = 10_000
 _LINGER_MS = 500
 _CONNECT_TIMEOUT_MS = 2000
 # How often the engine's process is looked at, and looked for while it cannot be seen.
-_LOOK_S = 0.05
+_POLL_INTERVAL_S = 0.05
 _SEEK_S = 1.0
 
 
@@ -70,7 +70,7 @@ class ReplicaEvents(Protocol):
     def on_outputs(self, replica: ConnectedReplica, frames: Sequence[Any]) -> None: ...
 
     def on_loaded(
-        self, replica: ConnectedReplica, load: ToldLoad, counted_until: float
+        self, replica: ConnectedReplica, load: LoadReport, counted_until: float
     ) -> None: ...
 
     def on_gone(self, replica: ConnectedReplica, *, ended: bool) -> None: ...
@@ -205,7 +205,7 @@ class ConnectedReplica:
         self._heard_at = self._clock()
         self._events.on_outputs(self, frames)
 
-    def loaded(self, load: ToldLoad) -> None:
+    def loaded(self, load: LoadReport) -> None:
         """The engine's load after the outputs before."""
         self.load = load.running, load.waiting
         until = self._sends.counted(load.counted, time.monotonic())
@@ -322,7 +322,7 @@ class EngineConnection:
         while (state := process.state()) is not PeerState.ENDS:
             if state is PeerState.STOPPED:
                 self._replica.stopped()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
 
     async def _say_hello(self, outputs: zmq.asyncio.Socket) -> None:
         connection = uuid.uuid4().bytes
@@ -350,7 +350,7 @@ class EngineConnection:
                 self._take(frames)
 
     def _take(self, frames: Sequence[Any]) -> None:
-        load = load_of(frames[0].buffer)
+        load = read_load_report(frames[0].buffer)
         if load is not None:
             frames = frames[1:]
         if frames:

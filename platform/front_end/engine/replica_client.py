@@ -32,13 +32,13 @@ from loomserve.platform.front_end.policy.continuation import ContinuationBounds,
 from loomserve.platform.front_end.routing import Choose, Left, nothing, routing_context
 from loomserve.platform.http.engine_errors import no_replica
 from loomserve.platform.run.engine_address import EngineAddress
-from loomserve.platform.state.told_load import ToldLoad
+from loomserve.platform.state.load_report import LoadReport
 
 _log = logging.getLogger(__name__)
 
 _WATCH_EVERY_S = 0.25
 
-Loaded = Callable[[str, ToldLoad, float], None]
+Loaded = Callable[[str, LoadReport, float], None]
 """Gets a replica's id and load, and until when (monotonic seconds) bookings here are in it."""
 
 
@@ -204,7 +204,7 @@ class ReplicaSetClient(UtilityClient):
         if outputs.outputs or outputs.scheduler_stats:
             self.outputs_queue.put_nowait(outputs)
 
-    def on_loaded(self, replica: ConnectedReplica, load: ToldLoad, counted_until: float) -> None:
+    def on_loaded(self, replica: ConnectedReplica, load: LoadReport, counted_until: float) -> None:
         self._loaded(replica.id, load, counted_until)
 
     def _put(self, output: EngineCoreOutput) -> None:

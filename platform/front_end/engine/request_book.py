@@ -23,14 +23,14 @@ from loomserve.platform.front_end.engine.open_requests import ChosenReplica, Ope
 from loomserve.platform.front_end.engine.replica import Clock, ConnectedReplica
 from loomserve.platform.front_end.metrics import ModelContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import (
+    Action,
     ContinuationBounds,
-    Fate,
     Loss,
-    fate,
+    next_action,
     suspicions,
 )
+from loomserve.platform.front_end.request_spans import ABORTED, FINISHED, HANDED_OVER
 from loomserve.platform.front_end.routing import Choose, Left, RoutingContext, checked, nothing
-from loomserve.platform.front_end.stays import ABORTED, FINISHED, HANDED_OVER
 from loomserve.platform.http.engine_errors import no_replica
 from loomserve.platform.requests.query_of_death import QueriesOfDeath
 
@@ -82,7 +82,7 @@ class RequestBook:
         self.open[one.id] = self._unplaced[one.id] = one
         ended_with = self._deadly.replicas(digest(request)) if self._deadly else ()
         if len(ended_with) >= self.bounds.most_suspected:
-            self._fail(one, Fate.END_SUSPECT)
+            self._fail(one, Action.END_SUSPECT)
         else:
             self._decide(one, None)
 
@@ -99,7 +99,7 @@ class RequestBook:
         one = replica.open.get(output.request_id)
         if one is None:
             return False
-        lost = one.loss_told_by(output)
+        lost = one.loss_reported_by(output)
         if lost is not None:
             if lost is Loss.FORGOTTEN:
                 self._leave(one, lost, abort=False)
@@ -164,7 +164,7 @@ class RequestBook:
         one.request = request
         replica = self._replicas.get(one.replica_id or "")
         if replica is None or not replica.add(one, self._encoder.encode(by_age(request))):
-            self._fail(one, Fate.END_TOO_OFTEN)
+            self._fail(one, Action.END_TOO_OFTEN)
 
     def _decide(self, one: OpenRequest, lost: Loss | None) -> None:
         last = one.ending(self.max_model_len)
@@ -174,25 +174,25 @@ class RequestBook:
             return
         if one.request.resumable and one.attempt:
             # Its input came in parts, which nobody has any more.
-            self._fail(one, Fate.END_TOO_OFTEN)
+            self._fail(one, Action.END_TOO_OFTEN)
             return
         if lost is not None:
             self._note(one, lost)
         now = self._clock()
         usable = self._adapters.having(one.request, self._usable or self._look())
         others = one.others(usable, lost)
-        decided = self._fate(one, lost, now, others=bool(others))
-        if decided is Fate.GO_ON:
+        decided = self._action(one, lost, now, others=bool(others))
+        if decided is Action.GO_ON:
             if self._go_on(one, lost, others):
                 return
-            decided = self._fate(one, lost, now, others=False)
-        if decided is Fate.WAIT:
+            decided = self._action(one, lost, now, others=False)
+        if decided is Action.WAIT:
             one.waiting_since = now if one.waiting_since is None else one.waiting_since
         else:
             self._fail(one, decided)
 
-    def _fate(self, one: OpenRequest, lost: Loss | None, now: float, *, others: bool) -> Fate:
-        return fate(one.view, lost, others=others, now=now, bounds=self.bounds)
+    def _action(self, one: OpenRequest, lost: Loss | None, now: float, *, others: bool) -> Action:
+        return next_action(one.view, lost, others=others, now=now, bounds=self.bounds)
 
     def _go_on(self, one: OpenRequest, lost: Loss | None, others: frozenset[str]) -> bool:
         """Send a request to another replica, or end it; False: it has to wait."""
@@ -206,7 +206,7 @@ class RequestBook:
                 error = LostRequestError(error)
             else:
                 _log.exception("no replica could be chosen for request %s", one.id)
-            self._fail(one, Fate.END_NO_REPLICA, error)
+            self._fail(one, Action.END_NO_REPLICA, error)
             return True
         if lost is not None and one.replica_id is not None:
             self._leave(one, lost, abort=True)
@@ -261,8 +261,8 @@ class RequestBook:
             self._deadly.ended(digest(one.request), one.replica_id)
 
     def _part(self, one: OpenRequest, why: str, *, abort: bool) -> None:
-        if one.stays is not None:
-            one.stays.end(why, len(one.tokens))
+        if one.spans is not None:
+            one.spans.end(why, len(one.tokens))
         if one.answers is not None:
             self._left(one.answers.routing, one.answers.replica_id)
             one.answers = None
@@ -280,7 +280,7 @@ class RequestBook:
         self.open.pop(one.id, None)
         self._unplaced.pop(one.id, None)
 
-    def _fail(self, one: OpenRequest, why: Fate, error: Exception | None = None) -> None:
+    def _fail(self, one: OpenRequest, why: Action, error: Exception | None = None) -> None:
         self._end(one, abort=True, cut_off=True)
         self._metrics.ended(why)
         cause = error or lost_request(why, self._model, one.id)
@@ -301,21 +301,21 @@ class LostRequestError(GracefulHTTPError):  # type: ignore[misc]
         self.error = error
 
 
-def lost_request(fate: Fate, model: str, request_id: str) -> LostRequestError:
+def lost_request(action: Action, model: str, request_id: str) -> LostRequestError:
     tell = f"give the operator its id, {request_id}"
     change = f"on this very request, so no other is asked. Change the request, or {tell}"
     again = f"on this request; send it again. If that happens again, {tell}"
     engines = f"the engines of model {model!r}"
-    match fate:
-        case Fate.END_SUSPECT:
+    match action:
+        case Action.END_SUSPECT:
             words = f"engines of model {model!r} ended while they worked {change}"
             return LostRequestError(EngineGone(words, reason=QUERY_OF_DEATH))
-        case Fate.END_STALLED:
+        case Action.END_STALLED:
             words = f"engines of model {model!r} stood still while they worked {change}"
             return LostRequestError(EngineGone(words, reason=ENGINE_STALLED))
-        case Fate.END_TOO_OFTEN:
+        case Action.END_TOO_OFTEN:
             words = f"{engines} ended again and again while they worked {again}"
-        case Fate.END_RETURNED:
+        case Action.END_RETURNED:
             words = f"the engine of model {model!r} ended while it worked {again}"
         case _:
             return LostRequestError(no_replica(model))

@@ -4,9 +4,9 @@
 
     serving = ModelServing("chat", options, choose, metrics.of("chat"))
     await serving.start()
-    serving.set_replicas({"r1": EngineAddress(...), "r2": EngineAddress(...)})
+    serving.client.set_replicas({"r1": EngineAddress(...), "r2": EngineAddress(...)})
     await serving.app(scope, receive, send)
-    await serving.drain("r1", timeout_s=10)
+    await serving.client.drain("r1", timeout_s=10)
     await serving.close()
 """
 
@@ -40,7 +40,7 @@ from loomserve.platform.engine.options.engine_config import look_at_class, struc
 from loomserve.platform.engine.options.known import in_fields
 from loomserve.platform.front_end.engine.answers.inputs import check_inputs
 from loomserve.platform.front_end.engine.answers.messages import use_messages
-from loomserve.platform.front_end.engine.answers.tool_calls import tell_tool_calls
+from loomserve.platform.front_end.engine.answers.tool_calls import correct_tool_calls
 from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.input_errors import bound_input_errors
 from loomserve.platform.front_end.engine.llm import FrontEndLLM
@@ -49,7 +49,6 @@ from loomserve.platform.front_end.metrics import ModelContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
 from loomserve.platform.front_end.routing import Choose, Left, nothing
 from loomserve.platform.http.engine_errors import no_replica
-from loomserve.platform.run.engine_address import EngineAddress
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ async def server_app(llm: FrontEndLLM, args: Any, tasks: tuple[Any, ...]) -> Any
     use_messages()
     await init_app_state(llm, app.state, args, tasks)
     check_inputs(app.state)
-    tell_tool_calls(app.state)
+    correct_tool_calls(app.state)
     # vLLM would end its own server by it when its only engine has failed.
     app.state.server = SimpleNamespace()
     return app
@@ -111,7 +110,7 @@ class ModelServing:
         self._traced = traced
         self._options = options
         self._bounds = bounds or ContinuationBounds()
-        self._client = ReplicaSetClient(
+        self.client = ReplicaSetClient(
             name, choose, metrics, left=left, loaded=loaded, bounds=self._bounds, handoffs=handoffs
         )
         self._llm: FrontEndLLM | None = None
@@ -133,10 +132,10 @@ class ModelServing:
         self._args, config = server_options(self._name, self._options)
         share_tokenizer(config.model_config)
         if config.model_config.has_inner_state:
-            book = self._client.requests
+            book = self.client.requests
             book.bounds = replace(book.bounds, resumes=False)
         log_requests = self._args.enable_log_requests
-        llm = FrontEndLLM(config, self._client, log_requests=log_requests, traced=self._traced)
+        llm = FrontEndLLM(config, self.client, log_requests=log_requests, traced=self._traced)
         # Reading a tokenizer leaves much of it behind.
         heap.give_back_freed()
         return llm
@@ -145,7 +144,7 @@ class ModelServing:
         """vLLM's app, as soon as an engine has said what it can do."""
         while True:
             try:
-                await self._client.wait_for_replica(self._bounds.reroute_timeout_s)
+                await self.client.wait_for_replica(self._bounds.reroute_timeout_s)
                 tasks = await llm.get_supported_tasks()
                 break
             except Unavailable:
@@ -156,7 +155,7 @@ class ModelServing:
         self.tasks = tuple(tasks)
         app = await server_app(llm, self._args, tasks)
         self._models = app.state.openai_serving_models
-        self._client.adapters.serve_by(self._models)
+        self.client.adapters.serve_by(self._models)
         heap.keep_heap()
         return app
 
@@ -173,11 +172,7 @@ class ModelServing:
     @property
     def replicas(self) -> dict[str, EngineCoreReadyResponse]:
         """The connected replicas, with what their engines said of themselves."""
-        return {key: each.facts for key, each in self._client.replicas.items()}
-
-    def open_requests(self, replica_id: str) -> int:
-        replica = self._client.replicas.get(replica_id)
-        return 0 if replica is None else len(replica.open)
+        return {key: each.facts for key, each in self.client.replicas.items()}
 
     def page(self, replica_id: str) -> str | None:
         """vLLM's metrics of a replica as text, without the labels of model, replica and device."""
@@ -197,21 +192,10 @@ class ModelServing:
         except TimeoutError:
             raise no_replica(self._name) from None
 
-    def set_replicas(self, addresses: Mapping[str, EngineAddress]) -> None:
-        """Set which replicas there are; requests of those that are not go on with others."""
-        self._client.set_replicas(addresses)
-
     def set_adapters(self, routes: Iterable[AdapterRoute]) -> None:
-        self._client.adapters.set(routes)
+        self.client.adapters.set(routes)
         if self._models is not None:
-            self._client.adapters.serve_by(self._models)
-
-    async def drain(self, replica_id: str, timeout_s: float) -> int:
-        """Move a replica's requests to others; how many it still has after ``timeout_s``."""
-        return await self._client.drain(replica_id, timeout_s)
-
-    def undrain(self, replica_id: str) -> None:
-        self._client.undrain(replica_id)
+            self.client.adapters.serve_by(self._models)
 
     async def close(self) -> None:
         if self._app is not None:
@@ -219,8 +203,8 @@ class ModelServing:
         if self._llm is not None:
             self._llm.shutdown()
         else:
-            self._client.shutdown()
-        await self._client.closed()
+            self.client.shutdown()
+        await self.client.closed()
 
 
 def server_options(name: str, options: Mapping[str, Any]) -> tuple[Namespace, VllmConfig]:

@@ -39,7 +39,7 @@ BLAMED = frozenset({Loss.GONE, Loss.HUNG})
 _STALLED = frozenset({Loss.SILENT, Loss.HUNG})
 
 
-class Fate(StrEnum):
+class Action(StrEnum):
     """What becomes of a request."""
 
     GO_ON = "go_on"
@@ -129,9 +129,9 @@ def suspicions(request: RequestView, bounds: ContinuationBounds) -> Sequence[Dea
     return [one for one in deaths if request.tokens - one.at < proven and one.given < proven]
 
 
-def fate(
+def next_action(
     request: RequestView, lost: Loss | None, *, others: bool, now: float, bounds: ContinuationBounds
-) -> Fate:
+) -> Action:
     """What becomes of a request.
 
     ``lost``: why it leaves its replica; None: it has not been with one. ``others``: whether there
@@ -139,28 +139,28 @@ def fate(
     """
     suspected = suspicions(request, bounds)
     if len(suspected) >= bounds.most_suspected:
-        return Fate.END_SUSPECT if all(one.ended for one in suspected) else Fate.END_STALLED
+        return Action.END_SUSPECT if all(one.ended for one in suspected) else Action.END_STALLED
     if not request.carried_on and any(one.ended for one in suspected):
-        return Fate.END_RETURNED
+        return Action.END_RETURNED
     if len(request.deaths) > bounds.most_losses:
-        return Fate.END_TOO_OFTEN
+        return Action.END_TOO_OFTEN
     if request.tokens and not bounds.resumes:
         if not request.placed:
-            return Fate.END_RETURNED
+            return Action.END_RETURNED
         others = False
     if lost not in BLAMED and lost is not Loss.DRAINED and request.moves >= bounds.most_losses:
         if lost is Loss.FORGOTTEN or (lost is Loss.CUT and request.moves > bounds.most_losses):
-            return Fate.END_TOO_OFTEN
+            return Action.END_TOO_OFTEN
         # Moving again would only add to what its replicas have to do.
         others = others and not request.placed
     if others:
-        return Fate.GO_ON
+        return Action.GO_ON
     since = now if request.waiting_since is None else request.waiting_since
     stands_still = not request.placed or lost in _STALLED
     patience_s = bounds.begun_timeout_s if request.tokens else bounds.reroute_timeout_s
     if stands_still and now - since >= patience_s:
-        return Fate.END_NO_REPLICA
-    return Fate.WAIT
+        return Action.END_NO_REPLICA
+    return Action.WAIT
 
 
 class Ending(NamedTuple):

@@ -44,7 +44,7 @@ class InputFault:
 
 
 @dataclass(frozen=True)
-class Told:
+class ReportedFault:
     """A fault as a client sees it."""
 
     param: str | None
@@ -56,14 +56,15 @@ class Told:
         return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 1] + "…"
 
 
-def told(faults: Sequence[InputFault], body: Any) -> list[Told]:
+def reported_faults(faults: Sequence[InputFault], body: Any) -> list[ReportedFault]:
     """The faults worth telling, of the classes that the request itself names."""
     return [
-        Told(path_of(where), says) for where, says in dict(_of_value(list(faults), 0, body)).items()
+        ReportedFault(path_of(where), says)
+        for where, says in dict(_of_value(list(faults), 0, body)).items()
     ]
 
 
-def message(faults: Sequence[Told]) -> str:
+def message(faults: Sequence[ReportedFault]) -> str:
     texts = [str(fault) for fault in faults[:MOST_FAULTS]]
     if len(faults) > MOST_FAULTS:
         texts.append(f"and {len(faults) - MOST_FAULTS} more")

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,28 +27,23 @@ STRANGERS_A_MINUTE = 20
 """Logged requests without the admin token: more must not push the others out of the files."""
 
 
+@dataclass(eq=False)
 class Audit:
     """Writes a line for each request for a change by the admin API."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        write: Callable[[str], None],
-        is_operator: Callable[[dict[bytes, bytes]], bool],
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """``write`` takes a line without its end; ``is_operator``: headers have the admin token."""
-        self._app = app
-        self._write = write
-        self._is_operator = is_operator
-        self._clock = clock
-        self._minute = 0
-        self._strangers = 0
-        self._left_out = 0
+    app: ASGIApp
+    write: Callable[[str], None]
+    """Takes a line without its end."""
+    is_operator: Callable[[dict[bytes, bytes]], bool]
+    """Whether headers have the admin token."""
+    clock: Callable[[], float] = time.time
+    _minute: int = field(default=0, init=False)
+    _strangers: int = field(default=0, init=False)
+    _left_out: int = field(default=0, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] in _SAFE_METHODS or not scope["path"].startswith(_ADMIN):
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         status: int | None = None
 
@@ -57,13 +53,13 @@ class Audit:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_noting)
+            await self.app(scope, receive, send_noting)
         finally:
             self._note(scope, status)
 
     def _note(self, scope: Scope, status: int | None) -> None:
-        now_s = self._clock()
-        operator = self._is_operator(dict(scope["headers"]))
+        now_s = self.clock()
+        operator = self.is_operator(dict(scope["headers"]))
         if not operator and self._is_one_too_many(now_s):
             self._left_out += 1
             return
@@ -81,7 +77,7 @@ class Audit:
         }
         if self._left_out:
             entry["strangers_left_out"], self._left_out = self._left_out, 0
-        self._write(_line(entry, body))
+        self.write(_line(entry, body))
 
     def _is_one_too_many(self, now_s: float) -> bool:
         minute = int(now_s // 60)

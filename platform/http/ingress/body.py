@@ -31,7 +31,7 @@ _FORMS = {
 }
 # More digits are no length anybody means, and Python refuses to convert thousands of them.
 _MAX_LENGTH_DIGITS = 18
-_LOOKS = 20
+_CHECKS = 20
 _RETRY_AFTER_S = 1.0
 
 
@@ -52,8 +52,8 @@ async def read_body(
     _check_length(content_length, max_bytes)
     collecting = asyncio.ensure_future(_collect(receive, max_bytes))
     try:
-        for _ in range(_LOOKS):
-            done, _ = await asyncio.wait({collecting}, timeout=timeout_s / _LOOKS)
+        for _ in range(_CHECKS):
+            done, _ = await asyncio.wait({collecting}, timeout=timeout_s / _CHECKS)
             if done:
                 return collecting.result()
     finally:

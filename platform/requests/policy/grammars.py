@@ -62,7 +62,6 @@ _SLOW_NAMES = frozenset(
 )
 _COUNT = re.compile(r"\{(\d{0,9})(,?)(\d{0,9})\}")
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
-_NO_NAMES: frozenset[str] = frozenset()
 _OTHER_CHARACTERS = 8
 
 
@@ -172,21 +171,18 @@ class _Cost(NamedTuple):
 
 def _check(value: Any, param: str) -> _Cost:
     """The cost of a value that is within the bounds."""
-    size = json_size(
-        value, most_characters=MOST_CHARACTERS, most_depth=MOST_DEPTH, watch=_SLOW_NAMES
-    )
-    if size.depth > MOST_DEPTH:
-        raise _too_deep(param)
-    if size.characters > MOST_CHARACTERS:
-        raise _too_large(param, MOST_CHARACTERS)
-    if size.widest > MOST_ENTRIES:
+    characters, objects = measured(value, param)
+    widest = max(map(len, objects), default=0)
+    if widest > MOST_ENTRIES:
         raise BadRequest(
-            f"{param} has an object of {size.widest} entries, of which {MOST_ENTRIES} are allowed; "
+            f"{param} has an object of {widest} entries, of which {MOST_ENTRIES} are allowed; "
             "divide it",
             param=param,
         )
-    cost = _Cost(size.characters)
-    for schema in size.watched:
+    cost = _Cost(characters)
+    for schema in objects:
+        if _SLOW_NAMES.isdisjoint(schema):
+            continue
         texts = list(_patterns(schema))
         _check_counts(schema, param)
         for literals in (schema.get("enum"), [schema.get("const")]):
@@ -283,53 +279,34 @@ def repeats(pattern: str, most: int) -> int:
     return sum(within)
 
 
-class JsonSize(NamedTuple):
-    """The size of a parsed JSON value, or of the part of it that was looked at."""
+def measured(value: Any, param: str) -> tuple[int, list[dict[str, Any]]]:
+    """Characters of a value's shortest JSON text, nearly (numbers count as eight), and its objects.
 
-    characters: int
-    """Length of its shortest JSON text, nearly: numbers count as eight."""
-    depth: int
-    """Arrays and objects within each other; 0 for a text or a number."""
-    widest: int
-    """Entries of the largest object."""
-    watched: list[dict[str, Any]]
-
-
-def json_size(
-    value: Any, *, most_characters: int, most_depth: int, watch: frozenset[str] = _NO_NAMES
-) -> JsonSize:
-    """The size of ``value``; one over a bound is looked at no further than to see that it is.
-
-    Each step counts at least one character, so that there are no more than ``most_characters``.
+    Raises BadRequest for one that is too large or too deep, which is looked at no further than to
+    see that it is.
     """
-    deepest = widest = 0
-    watched: list[dict[str, Any]] = []
-    # Texts and numbers are counted with what they are in, so a list is put around the value, and
-    # its own characters taken off. Level by level, a tool costs half of what a stack would.
-    level: list[Any] = [[value]]
-    characters = -4
-    while level and characters <= most_characters and deepest <= most_depth:
+    characters, depth = 0, 0
+    objects: list[dict[str, Any]] = []
+    level: list[Any] = [value]
+    while level:
         inner: list[Any] = []
         for one in level:
-            # Its brackets, commas and colons, before its entries are taken up.
-            characters += 2 + 2 * len(one)
-            if characters > most_characters:
-                break
-            entries = one
-            if type(one) is dict:
-                entries = one.values()
-                widest = max(widest, len(one))
-                characters += sum(map(len, one)) + 2 * len(one)
-                if not watch.isdisjoint(one):
-                    watched.append(one)
-            for entry in entries:
-                kind = type(entry)
-                if kind is str:
-                    characters += len(entry) + 2
-                elif kind is dict or kind is list:
-                    inner.append(entry)
-                else:
-                    characters += _OTHER_CHARACTERS
-        deepest += bool(inner)
+            kind = type(one)
+            if kind is str:
+                characters += len(one) + 2
+            elif kind is dict or kind is list:
+                if depth == MOST_DEPTH:
+                    raise _too_deep(param)
+                # Its brackets, commas, colons and names.
+                characters += 2 + 2 * len(one)
+                if kind is dict:
+                    characters += sum(map(len, one)) + 2 * len(one)
+                    objects.append(one)
+                inner += one.values() if kind is dict else one
+            else:
+                characters += _OTHER_CHARACTERS
+            if characters > MOST_CHARACTERS:
+                raise _too_large(param, MOST_CHARACTERS)
+        depth += 1
         level = inner
-    return JsonSize(characters, deepest, widest, watched)
+    return characters, objects

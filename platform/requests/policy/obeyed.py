@@ -1,8 +1,7 @@
-"""What a request asks for is obeyed or refused, and each field has one reading.
+"""What a request asks for is obeyed or refused.
 
-vLLM ignores unknown fields, and reads "+16", 16.0 and "1_6" as 16. Here a field that would change
-the answer and is not obeyed is refused, and whole numbers are JSON's, so that what is counted is
-what is computed. Fields without effect are ignored.
+vLLM ignores unknown fields. Here a field that would change the answer and is not obeyed is refused.
+Fields without effect are ignored.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ from typing import Any
 
 from loomserve.platform.base.errors import BadRequest
 from loomserve.platform.requests.policy.fields import (
-    BOOLEANS,
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
-    INTEGERS,
     MESSAGES,
     PASSED_ON,
     RESPONSES,
@@ -27,11 +24,11 @@ from loomserve.platform.requests.policy.fields import (
 )
 from loomserve.platform.requests.policy.refused_fields import (
     OFF,
-    OFF_ELSEWHERE,
+    OFF_VALUES,
     REFUSED,
     REFUSED_EMBEDDINGS,
-    RefusedField,
     here,
+    is_off,
 )
 
 _OF_TEXT = frozenset(chain.from_iterable(PASSED_ON[path] for path in TEXT_ENDPOINTS))
@@ -68,7 +65,6 @@ _NOT_OF_BEAMS = (
 _BEAMS_OFF: Mapping[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "response_format": ({"type": "text"},),
-    "seed": (),
 }
 
 # How DeepSeek, Mistral and Moonshot mark an answer that is to go on.
@@ -97,8 +93,7 @@ def check_obeyed(
 ) -> None:
     """Check a request to one of vLLM's endpoints; ``texts`` are fields left as JSON.
 
-    Raises BadRequest for a field that would change the answer and is not obeyed, and for a number
-    or switch written as something else.
+    Raises BadRequest for a field that would change the answer and is not obeyed.
     """
     if path not in PASSED_ON:
         return
@@ -111,11 +106,10 @@ def check_obeyed(
             # As many candidates as answers: it chooses nothing.
             if not (known.is_off(value) or (name == "best_of" and value == fields.get("n"))):
                 raise _not_obeyed(name, known.instead)
-        elif path != EMBEDDINGS and name in _OF_TEXT:
-            other = OFF_ELSEWHERE.get(name, OFF)
-            if not RefusedField("", other).is_off(value):
-                raise _not_obeyed(name, f"it is no field of {path}: {here(path, name)}")
-    _check_kinds(path, fields)
+        elif (
+            path != EMBEDDINGS and name in _OF_TEXT and not is_off(value, OFF_VALUES.get(name, OFF))
+        ):
+            raise _not_obeyed(name, f"it is no field of {path}: {here(path, name)}")
     if fields.get("use_beam_search") is True:
         _check_beams(fields)
     text = fields.get("text")
@@ -165,23 +159,10 @@ def asking_nothing(path: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _check_kinds(path: str, fields: Mapping[str, Any]) -> None:
-    for name, value in fields.items():
-        if value is None:
-            continue
-        if name in INTEGERS[path] and type(value) is not int:
-            raise BadRequest(
-                f"{name} must be a whole number in JSON, such as 16: no quotes, no point",
-                param=name,
-            )
-        if name in BOOLEANS[path] and type(value) is not bool:
-            raise BadRequest(f"{name} must be true or false, without quotes", param=name)
-
-
 def _check_beams(fields: Mapping[str, Any]) -> None:
     for name in _NOT_OF_BEAMS:
-        off = _BEAMS_OFF.get(name) or OFF_ELSEWHERE.get(name, OFF)
-        if name in fields and not RefusedField("", off).is_off(fields[name]):
+        off = _BEAMS_OFF.get(name) or OFF_VALUES.get(name, OFF)
+        if name in fields and not is_off(fields[name], off):
             raise _not_obeyed(name, "a beam search does not look at it: leave out one of the two")
 
 

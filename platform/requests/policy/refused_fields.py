@@ -30,12 +30,14 @@ class RefusedField:
     off: tuple[Any, ...] = OFF
 
     def is_off(self, value: Any) -> bool:
-        """Whether the value asks for nothing. true and 1 are two values, as false and 0."""
-        if value is None or value == [] or value == {}:
-            return True
-        return any(
-            value == off and isinstance(value, bool) is isinstance(off, bool) for off in self.off
-        )
+        return is_off(value, self.off)
+
+
+def is_off(value: Any, off: tuple[Any, ...]) -> bool:
+    """Whether a value asks for nothing. true and 1 are two values, as false and 0."""
+    if value is None or value == [] or value == {}:
+        return True
+    return any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in off)
 
 
 _TEMPLATE = "chat_template_kwargs has what a model's template knows, such as enable_thinking"
@@ -65,7 +67,7 @@ _INSTEAD = {
     "nothing is kept between requests: send the whole conversation": (
         "previous_response_id previous_input_messages conversation context"
     ),
-    "send as much of the conversation as the model shall see": "context_management",
+    "send as much of the conversation as the model is to see": "context_management",
     "a batch (/v1/batches) is computed in the background": "background",
     "models answer in text; leave it out": "modalities audio",
     "nobody searches the web here; describe a function in tools, and run it yourself": """
@@ -132,29 +134,41 @@ _INSTEAD = {
     "clients bring no code; logit_bias is here": "custom_logit_processor",
     "no endpoint of text has them; leave it out": "return_hidden_states",
 }
-# Values beside null, [] and {} that ask for nothing, where they are others than OFF.
-_OWN_OFF: tuple[tuple[tuple[Any, ...], str], ...] = (
+_OFF_BY_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
     (
         (1,),
         """
-        best_of repeat_penalty typical_p tfs_z dynatemp_exponent num_beams
-        num_return_sequences encoder_repetition_penalty guidance_scale
+        best_of repeat_penalty typical_p tfs_z dynatemp_exponent num_beams num_return_sequences
+        encoder_repetition_penalty guidance_scale n repetition_penalty length_penalty
     """,
     ),
     (("none",), "function_call"),
+    (("none", "auto"), "tool_choice"),
     ((False,), "store background"),
     ((["text"],), "modalities"),
     (("medium",), "verbosity"),
-    ((), "enable_thinking random_seed think repeat_last_n inputs eos_token_id"),
+    ((), "enable_thinking random_seed think repeat_last_n inputs eos_token_id seed"),
     (("",), "format"),
     ((-1,), "num_predict n_predict top_n_sigma adaptive_target"),
+    ((0, -1), "top_k"),
     (("auto",), "reasoning_format"),
-    ((True,), "do_sample separate_reasoning"),
+    (
+        (True,),
+        """
+        do_sample separate_reasoning skip_special_tokens spaces_between_special_tokens
+        add_generation_prompt include_reasoning
+    """,
+    ),
+    ((True, False), "add_special_tokens parallel_tool_calls"),
+    (("disabled",), "truncation"),
 )
-_OFF_OF = {name: off for off, names in _OWN_OFF for name in names.split()}
+OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
+    name: off for off, names in _OFF_BY_VALUES for name in names.split()
+}
+"""Values beside null, [] and {} that ask for nothing, of fields where they are others than OFF."""
 
 REFUSED: Mapping[str, RefusedField] = {
-    name: RefusedField(instead, _OFF_OF.get(name, OFF))
+    name: RefusedField(instead, OFF_VALUES.get(name, OFF))
     for instead, names in _INSTEAD.items()
     for name in names.split()
 }
@@ -203,23 +217,6 @@ SAME: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("truncate_prompt_tokens", "truncation"), _AS_CUT),
 }
 """Fields that the endpoints name each otherwise: what each calls it."""
-
-OFF_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "top_k": (0, -1),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "add_special_tokens": (True, False),
-    "add_generation_prompt": (True,),
-    "include_reasoning": (True,),
-    "parallel_tool_calls": (True, False),
-    "tool_choice": ("none", "auto"),
-    "truncation": ("disabled",),
-    "seed": (),
-}
-"""Values that ask for nothing, of fields of other endpoints; where not named here, those of OFF."""
 
 
 def here(path: str, name: str) -> str:

@@ -1,18 +1,13 @@
-"""The order in which an engine serves its requests: pure priorities, chosen by name.
+"""A queue order: who is served first in an engine, and preempted last. Pure.
 
-A policy maps a :class:`QueuedRequest` and the time to a priority; the greatest is served first and
-preempted last. All times are seconds of one clock.
+All times are seconds of one clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-# Seconds to the assumed deadline of a request that names none: it must not wait for ever.
-_PATIENCE_S = 600.0
-# The last moments before a deadline count no more than this.
-_GREATEST_URGENCY = 100.0
+from loomserve.platform.config.policies import PolicyOptions
 
 
 class QueuedRequest(NamedTuple):
@@ -24,7 +19,8 @@ class QueuedRequest(NamedTuple):
             generated. At least 1.
         left: Tokens still to be computed until it ends; without a prediction, the most that it may
             generate are assumed.
-        left_s: Predicted time until it ends, once it runs; 0 where nothing predicts its length.
+        left_s: Predicted time until it ends, once it runs; 0 where nothing predicts its length, or
+            the order does not ask for it.
         deadline_s: When its client wants to have the whole answer, if it said so.
         background: It comes after all requests that are not, whatever their priorities.
     """
@@ -37,46 +33,28 @@ class QueuedRequest(NamedTuple):
     background: bool = False
 
 
-Priority = Callable[[QueuedRequest, float], float]
+class QueuePolicy:
+    """A rule that gives requests priorities, and what it keeps for that.
 
-
-def fair(request: QueuedRequest, now: float) -> float:
-    """Time since its arrival for each token: AdaptiveLLM, section 3.5.
-
-    A short request rises quickly and a long one steadily, so that none waits for ever. Where its
-    length is predicted, that is the highest response ratio next (Brinch Hansen, 1971). A deadline
-    raises the priority as it nears, by the whole time over what is left of it; one that is missed
-    no longer does (the paper's future work, section 6).
+    Each engine makes one, in its own process. It is asked in every step of the scheduler, for each
+    request that runs and for some that wait, so it takes microseconds. It reads no clock.
     """
-    return max(0.0, now - request.arrived_s) / request.tokens * _urgency(request, now)
 
+    class Options(PolicyOptions):
+        """Reads ``scheduling.queue_options``; an order that takes some has its own."""
 
-def fcfs(request: QueuedRequest, now: float) -> float:
-    """First come, first served."""
-    return -request.arrived_s
+    as_they_came: ClassVar[bool] = False
+    """The engine keeps vLLM's own order, in which what was preempted stands first; priorities only
+    say who starts where some may not."""
+    asks_left_s: ClassVar[bool] = False
+    """Whether it looks at ``left_s``, which is predicted for such orders only."""
 
+    def __init__(self, options: Any) -> None:
+        self.options = options
 
-def deadline(request: QueuedRequest, now: float) -> float:
-    """Least slack first: deadline - now - predicted time to finish.
+    def priority(self, request: QueuedRequest, now: float) -> float:
+        """The greatest is served first and preempted last."""
+        raise NotImplementedError
 
-    Without predictions that is the earliest deadline. One that can no longer be met counts as one
-    that was not set, so that what is hopeless does not make others late, too.
-    """
-    if request.deadline_s is not None and request.deadline_s - request.left_s > now:
-        return request.left_s - request.deadline_s
-    return -(request.arrived_s + _PATIENCE_S)
-
-
-def sjf(request: QueuedRequest, now: float) -> float:
-    """Shortest remaining job first, as predicted. Long ones wait while short ones come."""
-    return -float(request.left)
-
-
-QUEUES: Mapping[str, Priority] = {"fair": fair, "fcfs": fcfs, "deadline": deadline, "sjf": sjf}
-
-
-def _urgency(request: QueuedRequest, now: float) -> float:
-    if request.deadline_s is None or request.deadline_s <= now:
-        return 1.0
-    whole, left = request.deadline_s - request.arrived_s, request.deadline_s - now
-    return min(_GREATEST_URGENCY, max(1.0, whole / left))
+    def ended(self, request: QueuedRequest) -> None:
+        """Note that a request has left the engine, as it was at its end."""

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 # It imports vLLM, for which a platform that has started would stand still.
-import loomserve.deployments.gateway.front_ends  # noqa: F401
+import loomserve.deployments.gateway.request_dispatcher  # noqa: F401
 from loomserve.deployments.apps import run_platform
 from loomserve.deployments.kvstore.kv_store import store_plan
 from loomserve.kvstore.server.actor import StoreActor

@@ -16,8 +16,9 @@ from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.plain_reason import plain_reason
 from loomserve.platform.fleet.messages import ModelRoute, ReplicaRoute
 from loomserve.platform.front_end.routing import RoutingContext, routing_context
-from loomserve.platform.http.asgi import own_post
+from loomserve.platform.http.asgi import CollectedAnswer, never_gone, own_post
 from loomserve.platform.http.engine_errors import model_failed
+from loomserve.platform.http.ingress.body import replay
 from loomserve.platform.state import ModelStatus
 
 _log = logging.getLogger(__name__)
@@ -188,25 +189,12 @@ def _words(body: bytes) -> str:
 
 
 async def _asked(app: Any, path: str, fields: dict[str, Any]) -> tuple[int, bytes]:
-    body = json.dumps(fields).encode()
-    given: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
-    status, answer = 500, bytearray()
-
-    async def receive() -> dict[str, Any]:
-        if given:
-            return given.pop()
-        never: dict[str, Any] = await asyncio.get_running_loop().create_future()
-        return never
-
-    async def send(message: dict[str, Any]) -> None:
-        nonlocal status
-        status = message.get("status", status)
-        answer.extend(message.get("body", b""))
-
+    body, answer = json.dumps(fields).encode(), CollectedAnswer()
+    scope = own_post(path, b"application/json")
     try:
-        await app(own_post(path, b"application/json"), receive, send)
+        await app(scope, replay(body, never_gone), answer.send)
     except Exception as error:
         # vLLM's server answers first, and then raises for its own log.
-        if not answer:
-            return status, f"{type(error).__name__}: {error}".encode()
-    return status, bytes(answer)
+        if not answer.body:
+            return answer.status or 500, f"{type(error).__name__}: {error}".encode()
+    return answer.status or 500, bytes(answer.body)

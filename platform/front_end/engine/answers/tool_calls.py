@@ -1,6 +1,6 @@
 """vLLM's chat endpoints, with true finish reasons, and an error where calls cannot be parsed.
 
-vLLM makes the serving objects; :func:`tell_tool_calls` changes their classes to those here.
+vLLM makes the serving objects; :func:`correct_tool_calls` changes their classes to those here.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ class _Chat(OpenAIServingChat):  # type: ignore[misc]
             plain: AsyncGenerator[str, None] = of(request, result_generator, *args, **kwargs)
             return plain
         read = partial(self._read_whole, request, args[_TOKENIZER], kwargs)
-        told = _ToldStream(request, read, whole=_tool_parser(self.parser_cls) in _WHOLE_ONLY)
-        return told.chunks(of(request, told.noted(result_generator), *args, **kwargs))
+        corrected = _CorrectedStream(
+            request, read, whole=_tool_parser(self.parser_cls) in _WHOLE_ONLY
+        )
+        return corrected.chunks(of(request, corrected.noted(result_generator), *args, **kwargs))
 
     def _read_whole(self, request: Any, tokenizer: Any, kwargs: Any, text: str) -> Read:
         template = {"chat_template_kwargs": kwargs.get("chat_template_kwargs")}
@@ -149,7 +151,7 @@ class _Calls:
         elif delta and self._most is not None:
             delta.tool_calls = [call for call in delta.tool_calls if call.index < self._most]
         answer.written.append(kwargs["delta_text"])
-        if kwargs["finished"] or (delta and (delta.tool_calls or not answer.told)):
+        if kwargs["finished"] or (delta and (delta.tool_calls or not answer.shown)):
             told = delta.model_dump() if delta else {}
             answer.note(told)
             # A stream has one call at a time, and those before the last have ended.
@@ -180,7 +182,7 @@ _CLASSES: dict[str, Callable[..., Any]] = {
 }
 
 
-def tell_tool_calls(state: Any) -> None:
+def correct_tool_calls(state: Any) -> None:
     """Change the classes of vLLM's endpoints, in its app's ``state``, to those here."""
     for name, made in _CLASSES.items():
         serving = getattr(state, name, None)
@@ -220,14 +222,14 @@ class _Answer:
     """One of a request's answers, as far as it has been streamed."""
 
     written: list[str] = field(default_factory=list)
-    told: bool = False
+    shown: bool = False
     """Whether any of it has been sent as content or reasoning."""
     calls: dict[int, str] = field(default_factory=dict)
     """Arguments, by the number of a call."""
 
     def note(self, delta: Mapping[str, Any]) -> None:
         """Note what a chunk says."""
-        self.told |= bool(delta.get("content") or delta.get("reasoning"))
+        self.shown |= bool(delta.get("content") or delta.get("reasoning"))
         for call in delta.get("tool_calls") or ():
             said = (call.get("function") or {}).get("arguments") or ""
             self.calls[call["index"]] = self.calls.get(call["index"], "") + said
@@ -238,14 +240,14 @@ class _Answer:
         """Add to the last chunk what an answer that is whole has not sent yet, of its calls
         ``first`` and later, ``most`` in all; whether there is any."""
         cut = not all(map(is_whole, self.calls.values()))
-        if not cut and (self.calls or self.told):
+        if not cut and (self.calls or self.shown):
             return False
         try:
             content, calls = read("".join(self.written))
         except Exception:
             _log.exception("the calls of an answer cannot be read")
             return False
-        added = bool(content) and not self.told
+        added = bool(content) and not self.shown
         if added:
             delta["content"] = content
         for index, (name, arguments) in enumerate(calls[first:most], first):
@@ -263,7 +265,7 @@ class _Answer:
         return added
 
 
-class _ToldStream:
+class _CorrectedStream:
     """A stream with true finish reasons, and with calls that vLLM's parser left out."""
 
     def __init__(self, request: Any, read: Callable[[str], Read], *, whole: bool) -> None:
@@ -292,7 +294,7 @@ class _ToldStream:
 
     def _is_more_text(self, chunk: str) -> bool:
         """Whether a chunk, of which there is one for each token, has nothing new."""
-        known = self._single and self._answers[0].told
+        known = self._single and self._answers[0].shown
         return known and '"tool_calls":[{' not in chunk and '"finish_reason":"' not in chunk
 
     def _take(self, choice: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ import { occasionally } from "./occasionally.js";
 const SAMPLE = /^loomserve_gateway_queue\{(.*)\} (\S+)$/gm;
 const MODEL = /(?:^|,)model="((?:[^"\\]|\\.)*)"/;
 
-// By model, over all front ends.
+// By model, over all gateways.
 export const queues = occasionally(async () => read(await metrics()), 10_000);
 
 function read(page) {

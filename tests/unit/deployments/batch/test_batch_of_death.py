@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from loomserve.deployments.batch.executor import outcome
-from loomserve.deployments.gateway.answering import ForwardRequest
+from loomserve.deployments.gateway.dispatch import ModelRequest
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
@@ -25,19 +25,19 @@ from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import ModelRoute, ServedModel
 from loomserve.platform.front_end.engine.request_book import lost_request
 from loomserve.platform.front_end.policy.continuation import (
+    Action,
     ContinuationBounds,
     Death,
-    Fate,
     Loss,
     RequestView,
-    fate,
+    next_action,
 )
 from loomserve.platform.http.engine_errors import no_replica
 from loomserve.platform.requests.query_of_death import QueriesOfDeath
 from loomserve.platform.state import ModelStatus, ReplicaLoad
 from loomserve.platform.state.roles import Role
 from loomserve.routers.snapshot import RoutingStats
-from tests.unit.deployments.gateway.engines import Answer, AnsweringEngines, answered
+from tests.unit.deployments.gateway.engines import Answer, FakeEngines, answered
 from tests.unit.platform.batch.test_lane import ALICE, Bench, hurry, request
 from tests.unit.platform.fleet.heartbeats import served_model
 
@@ -89,7 +89,7 @@ class Platform:
         server = Server(api_keys=KEYS)
         meter = TokenMeter(KeyMetrics(CollectorRegistry()), Path("/nowhere"))
         self.endpoint = LineEndpoint(
-            *(server, LiveKeys(server), meter, routes, AnsweringEngines(self.answer)),
+            *(server, LiveKeys(server), meter, routes, FakeEngines(self.answer)),
             isolates_tenants=False,
         )
 
@@ -98,11 +98,11 @@ class Platform:
         self.deaths += len(self.engines) - len(living)
         self.engines = living + [Engine(next(self.names)) for _ in range(self.count - len(living))]
 
-    async def answer(self, request: ForwardRequest) -> Answer:
+    async def answer(self, request: ModelRequest) -> Answer:
         """As a front end does: it sends a line on, but not to all engines."""
         digest = request.content.encoded
         if len(self.deadly.replicas(digest)) >= BOUNDS.most_suspected:
-            return self._lost(request, Fate.END_SUSPECT)
+            return self._lost(request, Action.END_SUSPECT)
         deaths: list[Death] = []
         engine = next((one for one in self.engines if one.name == request.pinned_to), None)
         if engine is None:
@@ -116,12 +116,12 @@ class Platform:
             self.deadly.ended(digest, engine.name)
             deaths.append(Death(0))
             view = RequestView(deaths=deaths, carried_on=request.carried_on)
-            decided = fate(view, Loss.GONE, others=True, now=0, bounds=BOUNDS)
-            if decided is not Fate.GO_ON:
+            decided = next_action(view, Loss.GONE, others=True, now=0, bounds=BOUNDS)
+            if decided is not Action.GO_ON:
                 return self._lost(request, decided)
             engine = None
 
-    def _lost(self, request: ForwardRequest, why: Fate) -> Answer:
+    def _lost(self, request: ModelRequest, why: Action) -> Answer:
         return lost_request(why, "m", request.request_id).error
 
     def choose(self, fields: object, key: object, preferred: str | None) -> ModelRoute:

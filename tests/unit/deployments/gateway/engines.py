@@ -1,4 +1,4 @@
-"""What endpoints are answered by, in the place of front ends and engines."""
+"""What endpoints are answered by, in the place of the dispatcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Send
 
-from loomserve.deployments.gateway.answering import Answering, ForwardRequest
+from loomserve.deployments.gateway.dispatch import Dispatching, ModelRequest
 from loomserve.platform.base.errors import RequestError
 from loomserve.platform.fleet.messages import ModelRoute, ReplicaRoute
 from loomserve.platform.run.engine_address import EngineAddress
@@ -16,7 +16,7 @@ from loomserve.platform.state import ModelStatus
 from tests.unit.platform.fleet.heartbeats import served_model
 
 Answer = Sequence[Message] | RequestError
-Behave = Callable[[ForwardRequest], Awaitable[Answer]]
+Behave = Callable[[ModelRequest], Awaitable[Answer]]
 
 
 def answered(*pieces: bytes, status: int = 200) -> list[Message]:
@@ -28,7 +28,7 @@ def answered(*pieces: bytes, status: int = 200) -> list[Message]:
     ]
 
 
-async def good(request: ForwardRequest) -> Answer:
+async def good(request: ModelRequest) -> Answer:
     return answered(b"{}")
 
 
@@ -40,14 +40,14 @@ def one_model() -> Any:
     return SimpleNamespace(choose=lambda fields, key, preferred=None: route)
 
 
-class AnsweringEngines(Answering):
+class FakeEngines(Dispatching):
     """Keeps what it is asked; ``behave`` gives each answer, or the error that it ends with."""
 
     def __init__(self, behave: Behave = good) -> None:
         self.behave = behave
-        self.asked: list[ForwardRequest] = []
+        self.asked: list[ModelRequest] = []
 
-    async def forward(self, request: ForwardRequest, receive: Receive, send: Send) -> None:
+    async def dispatch(self, request: ModelRequest, receive: Receive, send: Send) -> None:
         self.asked.append(request)
         answer = await self.behave(request)
         if isinstance(answer, RequestError):

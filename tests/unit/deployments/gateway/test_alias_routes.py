@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from loomserve.deployments.gateway.answering import ForwardRequest
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
+from loomserve.deployments.gateway.dispatch import ModelRequest
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.platform.access.live_keys import LiveKeys
@@ -22,7 +22,7 @@ from loomserve.platform.fleet.messages import LineRequest, ModelRoute
 from loomserve.platform.lengths.service import LengthPredictions
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import ModelStatus
-from tests.unit.deployments.gateway.engines import AnsweringEngines
+from tests.unit.deployments.gateway.engines import FakeEngines
 from tests.unit.deployments.gateway.test_routes import asked, route
 from tests.unit.platform.fleet.heartbeats import served_model
 
@@ -213,7 +213,7 @@ class Nothing:
         pass
 
 
-async def sent(body: dict[str, Any], engines: AnsweringEngines, *routes: ModelRoute) -> None:
+async def sent(body: dict[str, Any], engines: FakeEngines, *routes: ModelRoute) -> None:
     metrics = GatewayMetrics(CollectorRegistry())
     meter: Any = Nothing()
     endpoint = ClientEndpoint(
@@ -229,11 +229,11 @@ async def sent(body: dict[str, Any], engines: AnsweringEngines, *routes: ModelRo
     async def send(message: Any) -> None:
         pass
 
-    await endpoint.answer("/v1/chat/completions", {"state": state}, receive, send)
+    await endpoint({"path": "/v1/chat/completions", "state": state}, receive, send)
 
 
 def test_the_engine_is_asked_for_the_model_and_gets_all_else_as_it_came() -> None:
-    engines = AnsweringEngines()
+    engines = FakeEngines()
     body = {"model": "off", "messages": [], "temperature": 0.25, "unheard_of": "ü"}
     asyncio.run(sent(body, engines))
     (request,) = engines.asked
@@ -245,7 +245,7 @@ def test_limits_are_those_of_the_model() -> None:
     wide = route("b").model_copy(update={"model": served_model("b", 100)})
     body = {"model": "off", "messages": [], "n": 2}
     with pytest.raises(BadRequest, match="model 'a' gives 1"):
-        asyncio.run(sent(body, AnsweringEngines(), route("a"), wide))
+        asyncio.run(sent(body, FakeEngines(), route("a"), wide))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_limits_are_those_of_the_model() -> None:
 def test_a_line_goes_to_the_model_that_its_lane_has_chosen_if_it_may(
     alias: str, models: tuple[str, ...], chosen: str, model: str, pinned: str | None
 ) -> None:
-    engines, meter = AnsweringEngines(), Nothing()
+    engines, meter = FakeEngines(), Nothing()
     server = Server(api_keys=(key("alice", *models),))
     lines = LineEndpoint(
         *(server, LiveKeys(server), meter, Table().routes, engines),  # type: ignore[arg-type]
@@ -279,7 +279,7 @@ def test_a_line_goes_to_the_model_that_its_lane_has_chosen_if_it_may(
         timeout_s=60,
     )
     assert asyncio.run(lines.complete(line))[0] == 200
-    request: ForwardRequest
+    request: ModelRequest
     (request,) = engines.asked
     assert (request.model, request.pinned_to) == (model, pinned)
     assert request.content.fields["model"] == model

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from loomserve.deployments.gateway.answering import ForwardRequest
+from loomserve.deployments.gateway.dispatch import ModelRequest
 from loomserve.deployments.gateway.replica_choice import AnswerContext, ReplicaChoice
 from loomserve.platform.base.errors import TooManyRequests, Unavailable
 from loomserve.platform.config import Router
@@ -52,7 +52,7 @@ class Choice:
         self.choice = ReplicaChoice("chat", Router(), self.ledger, metrics, self.table)
         content = EngineRequest("/v1/completions", {"max_tokens": 500}, b"{}")
         self.context = AnswerContext(
-            request=ForwardRequest(model="chat", content=content, request_id="1", **request)
+            request=ModelRequest(model="chat", content=content, request_id="1", **request)
         )
 
     def asks(self, *candidates: str, prompt_only: bool = False, attempt: int = 0) -> RoutingRequest:

@@ -11,7 +11,7 @@ import pytest
 
 from loomserve.deployments.gateway.internal_client import drain_gateways
 from loomserve.platform.access.shared_counts import SharedCounts
-from loomserve.platform.http.other_front_ends import OtherFrontEnds, Part
+from loomserve.platform.http.other_gateways import OtherGateways, Part
 from loomserve.platform.run.folder import RUN_VARIABLE
 
 NODE = "127.0.0.1"
@@ -27,7 +27,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-async def front_end(place: SharedCounts | None, drained: asyncio.Event) -> OtherFrontEnds:
+async def front_end(place: SharedCounts | None, drained: asyncio.Event) -> OtherGateways:
     async def get(address: str, path: str, timeout_s: float) -> str:
         raise AssertionError("nobody is asked")
 
@@ -38,15 +38,15 @@ async def front_end(place: SharedCounts | None, drained: asyncio.Event) -> Other
         await asyncio.sleep(0.1)  # as a stream does that ends
         drained.set()
 
-    made = OtherFrontEnds(place, "token", NODE, get)
+    made = OtherGateways(place, "token", NODE, get)
     await made.listen(parts, drain)
     return made
 
 
-def test_all_front_ends_end_their_requests_before_the_command_goes_on(run: Path) -> None:
+def test_all_gateways_end_their_requests_before_the_command_goes_on(run: Path) -> None:
     async def check() -> None:
         drained = [asyncio.Event(), asyncio.Event()]
-        places = [SharedCounts(run / "tmp" / "front-ends", 2) for _ in drained]
+        places = [SharedCounts(run / "tmp" / "gateways", 2) for _ in drained]
         made = [await front_end(*each) for each in zip(places, drained, strict=True)]
         await drain_gateways("token", NODE, TIMEOUT_S)
         assert all(event.is_set() for event in drained)
@@ -70,5 +70,5 @@ def test_one_that_is_alone_listens_for_its_command_too(run: Path) -> None:
 
 
 @pytest.mark.usefixtures("run")
-def test_a_run_without_front_ends_is_not_waited_for() -> None:
+def test_a_run_without_gateways_is_not_waited_for() -> None:
     asyncio.run(drain_gateways("token", NODE, TIMEOUT_S))

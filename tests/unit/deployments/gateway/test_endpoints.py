@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.types import Message
 
-from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
+from loomserve.deployments.gateway.dispatch import ModelRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.platform.access.keys import hash_key
 from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
@@ -24,7 +24,7 @@ from loomserve.platform.base.errors import NotFound
 from loomserve.platform.config import Alias, ApiKey, Server
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.front_end.engine.serving import ModelServing
-from loomserve.platform.http.asgi import DirectPosts
+from loomserve.platform.http.asgi import CollectedAnswer, DirectPosts
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
 from loomserve.platform.http.missing_endpoints import MissingEndpoints
 from loomserve.platform.requests.endpoints import AT_ENGINE, ENDPOINTS, Counted
@@ -34,11 +34,11 @@ from loomserve.platform.usage.files import UsageFiles
 from loomserve.platform.usage.meter import UsageMeter, UsageMetrics
 from tests.unit.deployments.gateway.engines import (
     Answer,
-    AnsweringEngines,
+    FakeEngines,
     answered,
     replica_route,
 )
-from tests.unit.deployments.gateway.test_waiting import Controller, run
+from tests.unit.deployments.gateway.test_request_dispatcher import Controller, run
 from tests.unit.platform.fleet.heartbeats import FRONT_END, served_model
 from tests.unit.platform.requests.forms import a_form
 
@@ -63,7 +63,7 @@ class Gateway:
     """The middleware and all endpoints, before engines that compute seven tokens of a prompt."""
 
     def __init__(self, folder: Path) -> None:
-        self.engines = AnsweringEngines(self._compute)
+        self.engines = FakeEngines(self._compute)
         registry = CollectorRegistry()
         routes = ModelRoutes(lambda _: True)
         two = ROUTE.model_copy(update={"model": served_model("n", 6)})
@@ -78,12 +78,12 @@ class Gateway:
             usage=self.usage,
         )
         app = DirectPosts(
-            {path: clients.at(path) for path in ENDPOINTS},
+            dict.fromkeys(ENDPOINTS, clients),
             Starlette(exception_handlers=exception_handlers),
         )
         self._app = ingress_middleware(app, SERVER, rejected=lambda _: None)
 
-    async def _compute(self, request: ForwardRequest) -> Answer:
+    async def _compute(self, request: ModelRequest) -> Answer:
         if request.content.endpoint.computes:
             request.usage.add_prompt("p", 7, 0)
         return answered(b"{}")
@@ -267,18 +267,18 @@ def test_a_model_that_sleeps_is_not_woken_to_refuse_a_request(
 
     monkeypatch.setattr(ModelServing, "start", never)
     content: Any = SimpleNamespace(engine_path=path, streams=False)
-    request = ForwardRequest("m", content, "r1")
+    request = ModelRequest("m", content, "r1")
 
-    async def scenario(front_ends: Any, controller: Controller, messages: list[Message]) -> None:
+    async def scenario(dispatcher: Any, controller: Controller, messages: list[Message]) -> None:
         asleep = {"status": ModelStatus.UNLOADED, "on_demand": True, "front_end": FRONT_END}
-        front_ends.set_models([ROUTE.model_copy(update={**asleep, "replicas": ()})])
-        front_ends._models["m"]._app = MissingEndpoints("m", FastAPI())
+        dispatcher.set_models([ROUTE.model_copy(update={**asleep, "replicas": ()})])
+        dispatcher._models["m"]._app = MissingEndpoints("m", FastAPI())
 
         async def nothing(message: Message) -> None:
             messages.append(message)
 
         with pytest.raises(NotFound, match=f"does not {AT_ENGINE[path].does}"):
-            await front_ends.forward(request, nothing, nothing)
+            await dispatcher.dispatch(request, nothing, nothing)
         assert controller.asked == []
 
     assert run(scenario) == []

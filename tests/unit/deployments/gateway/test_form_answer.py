@@ -11,11 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from loomserve.deployments.gateway.answering import ForwardRequest, never_gone
-from loomserve.deployments.gateway.front_end_answer import answer
+from loomserve.deployments.gateway.dispatch import ModelRequest
+from loomserve.deployments.gateway.relay import relay
 from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
 from loomserve.platform.front_end.routing import routing_context
+from loomserve.platform.http.asgi import never_gone
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from tests.unit.platform.requests.forms import SOUND, a_form
@@ -24,7 +25,7 @@ from tests.unit.platform.requests.forms import SOUND, a_form
 def test_vllms_server_reads_the_clients_form_with_what_was_added() -> None:
     body, kind = a_form({"model": "alias"}, SOUND * 1024)
     content = EngineRequest.of("/v1/audio/transcriptions", body, kind).for_model("m")
-    context = AnswerContext(request=ForwardRequest("m", content, "id"))
+    context = AnswerContext(request=ModelRequest("m", content, "id"))
     got: list[Any] = []
     messages: list[Message] = []
 
@@ -39,7 +40,7 @@ def test_vllms_server_reads_the_clients_form_with_what_was_added() -> None:
         messages.append(message)
 
     metrics = GatewayMetrics(CollectorRegistry())
-    asyncio.run(answer(app, context, never_gone, send, metrics, idle_timeout_s=10))
+    asyncio.run(relay(app, context, never_gone, send, metrics, idle_timeout_s=10))
     assert got == ["m", SOUND * 1024]
     head = dict(messages[0]["headers"])
     assert head[b"metadata"] == b"where"
@@ -55,7 +56,7 @@ def test_a_salt_that_vllms_request_has_no_field_for_is_set_by_the_front_end() ->
     async def add(own: str | None) -> None:
         content = EngineRequest.of_fields("/v2/embed", {"texts": ["x"]}).isolated("alice")
         assert "cache_salt" not in content.fields
-        context = AnswerContext(request=ForwardRequest("m", content, "id"), salt=content.salt)
+        context = AnswerContext(request=ModelRequest("m", content, "id"), salt=content.salt)
         routing_context.set(context)
         request: Any = SimpleNamespace(cache_salt=own)
         await ReplicaSetClient.add_request_async(client, request)

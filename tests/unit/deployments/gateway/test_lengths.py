@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
+from loomserve.deployments.gateway.dispatch import ModelRequest
 from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.base.errors import BadRequest
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import ModelRoute
+from loomserve.platform.http.asgi import CollectedAnswer, never_gone
 from loomserve.platform.lengths.predict.prediction import LengthQuery, Prediction
 from loomserve.platform.lengths.service import Predicted
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -25,7 +26,7 @@ from loomserve.platform.scheduling.policy.hints import EXPECTED, Expected, deadl
 from loomserve.platform.state import ModelStatus
 from tests.unit.deployments.gateway.engines import (
     Answer,
-    AnsweringEngines,
+    FakeEngines,
     answered,
     replica_route,
 )
@@ -69,10 +70,10 @@ def asked(
     status: int = 200,
     client_leaves: bool = False,
     **state: Any,
-) -> tuple[ForwardRequest, Lengths, bytes]:
+) -> tuple[ModelRequest, Lengths, bytes]:
     """One request through the endpoint; it, the predictor, the answer's body."""
 
-    async def answer(request: ForwardRequest) -> Answer:
+    async def answer(request: ModelRequest) -> Answer:
         usage = request.usage
         usage.answers, usage.completion_tokens, usage.cut_off = answers, 26, cut_off
         messages = answered(ANSWER, status=status)
@@ -84,7 +85,7 @@ def asked(
     )  # fmt: skip
     routes: Any = SimpleNamespace(choose=lambda fields, key, preferred=None: route)
     lengths: Any = Lengths(predicts=predicts, has_learnt=has_learnt)
-    engines = AnsweringEngines(answer)
+    engines = FakeEngines(answer)
     registry = CollectorRegistry()
     meter = TokenMeter(KeyMetrics(registry), Path("/nowhere"))
     endpoint = ClientEndpoint(
@@ -94,8 +95,8 @@ def asked(
     )
     collected = CollectedAnswer()
     given = {"body": json.dumps(body).encode(), "request_id": "1", **state}
-    asyncio.run(endpoint.answer(path, {"state": given}, never_gone, collected.send))
-    assert not endpoint._sequences.total
+    asyncio.run(endpoint({"path": path, "state": given}, never_gone, collected.send))
+    assert not endpoint.sequences.total
     return engines.asked[0], lengths, bytes(collected.body)
 
 

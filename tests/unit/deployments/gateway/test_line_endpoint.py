@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from loomserve.deployments.batch.executor import outcome
-from loomserve.deployments.gateway.answering import ForwardRequest
+from loomserve.deployments.gateway.dispatch import ModelRequest
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.errors import Forbidden
@@ -23,7 +23,7 @@ from loomserve.platform.state import ModelStatus
 from loomserve.platform.tracing import RequestTracer
 from tests.unit.deployments.gateway.engines import (
     Answer,
-    AnsweringEngines,
+    FakeEngines,
     answered,
     replica_route,
 )
@@ -49,7 +49,7 @@ class Models:
         return ROUTE
 
 
-async def answers_unless_it_hangs(request: ForwardRequest) -> Answer:
+async def answers_unless_it_hangs(request: ModelRequest) -> Answer:
     for _ in range(request.content.fields.get("slow", 0)):
         request.usage.outputs += 1
         await asyncio.sleep(0.25)
@@ -79,9 +79,9 @@ def complete(
     charged: list[tuple[str, int, int]] | None = None,
     generations: Sequence[int] = (1,),
     tracer: RequestTracer | None = None,
-) -> tuple[int, Any, list[ForwardRequest]]:
+) -> tuple[int, Any, list[ModelRequest]]:
     models: Any = Models()
-    engines = AnsweringEngines(answers_unless_it_hangs)
+    engines = FakeEngines(answers_unless_it_hangs)
     server = Server(api_keys=keys, max_body="1KiB")  # type: ignore[arg-type]
     meter: Any = Meter([] if charged is None else charged)
     endpoint = LineEndpoint(

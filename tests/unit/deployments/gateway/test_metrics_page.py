@@ -24,7 +24,7 @@ from loomserve.deployments.gateway.metrics_page import (
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.config import Server
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, ModelRoute
-from loomserve.platform.http.other_front_ends import OtherFrontEnds, take_place
+from loomserve.platform.http.other_gateways import OtherGateways, take_place
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.run.folder import RUN_VARIABLE
 from loomserve.platform.run.sockets import PlatformConnector
@@ -53,6 +53,7 @@ class Engines:
     def __init__(self, own: CollectorRegistry | None = None) -> None:
         """``own``: what it knows itself of the replica that answers."""
         self._own = own
+        self.client = self
 
     def pages(self, model: str, replica_id: str) -> list[str]:
         if self._own is None or replica_id != "there":
@@ -164,7 +165,7 @@ async def test_gateways_of_two_nodes_show_what_both_count_and_each_engine_once()
         addresses = {others.address: node for (_, others), node in zip(pages, nodes, strict=True)}
         assert len(addresses) == 2, "sockets of two nodes may have no name in common"
         for page, _ in pages:
-            page._routes = [route]  # type: ignore[assignment]
+            page.routes = [route]
         for page, others in pages:
             others.elsewhere = {a: n for a, n in addresses.items() if a != others.address}
             shown = await _lines(page)
@@ -193,9 +194,9 @@ async def _front_end(
     stack: AsyncExitStack,
     *,
     node: str | None = None,
-) -> tuple[MetricsPage, OtherFrontEnds]:
+) -> tuple[MetricsPage, OtherGateways]:
     """One that has counted something, and listens on its own socket."""
-    others = OtherFrontEnds(
+    others = OtherGateways(
         take_place(_SERVER) if node is None else None,
         "token",
         "127.0.0.1",
@@ -211,7 +212,7 @@ async def _front_end(
     routes: Any = [ROUTE]
     engines: Any = Engines(engine)
     page = MetricsPage(platform, routes, engines, [], own=own, others=others)
-    await others.listen(page.own, _nothing)
+    await others.listen(page.own_parts, _nothing)
     return page, others
 
 

@@ -41,19 +41,20 @@ def named(name: str) -> Any:
 class Tells:
     """The same as an ASGI application that reads the path itself."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str = "") -> None:
+        """``name``: none, it tells the path."""
         self._name = name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         raw = scope["raw_path"].decode()
-        await JSONResponse({"is": self._name, "raw": raw})(scope, receive, send)
+        await JSONResponse({"is": self._name or scope["path"], "raw": raw})(scope, receive, send)
 
 
 def gateway_app() -> Any:
     """The application of a gateway whose parts tell their names."""
     names = ("list_models", "retrieve_model", "ready", "takes_clients")
     routes: Any = SimpleNamespace(**{name: named(name) for name in names})
-    clients: Any = SimpleNamespace(at=Tells)
+    clients: Any = Tells()
     batches: Any = Tells("batches")
     page: Any = SimpleNamespace(show=named("metrics"))
     nothing: Any = None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from prometheus_client import CollectorRegistry
 
-from loomserve.deployments.gateway.answering import ForwardRequest
+from loomserve.deployments.gateway.dispatch import ModelRequest
 from loomserve.deployments.gateway.replica_choice import AnswerContext, ReplicaChoice
 from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.config import Router
@@ -54,7 +54,7 @@ class Choice:
 
     def choose(self, within_s: float | None, median: float | None = 30.0) -> str | None:
         content = EngineRequest("/v1/completions", {"max_tokens": 500}, b"{}")
-        request = ForwardRequest(
+        request = ModelRequest(
             model="chat",
             content=content,
             request_id="1",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from loomserve.deployments.gateway.answering import ForwardRequest
+from loomserve.deployments.gateway.dispatch import ModelRequest
 from loomserve.deployments.gateway.load_reports import LoadReports
 from loomserve.deployments.gateway.replica_choice import AnswerContext, ReplicaChoice
 from loomserve.platform.base.errors import TooManyRequests, Unavailable
@@ -19,8 +19,8 @@ from loomserve.platform.front_end.routing import RoutingRequest
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import Pace, ReplicaLoad
+from loomserve.platform.state.load_report import LoadReport
 from loomserve.platform.state.roles import Role
-from loomserve.platform.state.told_load import ToldLoad
 from loomserve.routers.block_keys import BLOCK_TOKENS
 from loomserve.routers.in_flight import InFlight
 from loomserve.routers.snapshot import RoutingStats
@@ -68,7 +68,7 @@ class Bench:
 
 def context(**given: Any) -> AnswerContext:
     content = EngineRequest("/v1/completions", {"model": "m", "prompt": "a"})
-    return AnswerContext(request=ForwardRequest("m", content, "id", **given))
+    return AnswerContext(request=ModelRequest("m", content, "id", **given))
 
 
 def test_a_request_is_booked_on_the_least_loaded_replica_until_it_leaves() -> None:
@@ -218,12 +218,12 @@ def test_a_load_that_was_told_is_newer_than_one_asked_for_before() -> None:
     async def run() -> None:
         table = ReplicaTable(InFlight(), stale_after_s=10.0)
         reports = LoadReports(get, table)
-        load = ToldLoad(steps=1, counted=0, running=8, waiting=0, kv_usage=0.5)
-        reports.told("a", load, 1.0)
+        load = LoadReport(steps=1, counted=0, running=8, waiting=0, kv_usage=0.5)
+        reports.pushed("a", load, 1.0)
         assert table.ids == ()
         reports.set_replicas({"a": "there"})
         await asked.wait()
-        reports.told("a", load, counted_until=2.0)
+        reports.pushed("a", load, counted_until=2.0)
         # How much an engine takes at once only its replica says.
         assert table.replica(0).load is None
         answers.set()
@@ -232,7 +232,7 @@ def test_a_load_that_was_told_is_newer_than_one_asked_for_before() -> None:
         assert known is not None
         assert known.pace is not None
         assert (known.running, known.waiting, known.measured_at) == (8, 0, 2.0)
-        reports.told("a", load._replace(running=9), counted_until=3.0)
+        reports.pushed("a", load._replace(running=9), counted_until=3.0)
         later = table.replica(0).load
         assert later is not None
         assert (later.running, later.measured_at) == (9, 3.0)

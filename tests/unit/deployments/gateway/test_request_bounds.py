@@ -14,23 +14,23 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message
 
-from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
+from loomserve.deployments.gateway.dispatch import ModelRequest
 from loomserve.platform.access.keys import hash_key
 from loomserve.platform.access.sequences import ModelMeter
 from loomserve.platform.access.shared_counts import Count, Counts, SharedCounts
 from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import ModelRoute
-from loomserve.platform.http.asgi import DirectPosts
+from loomserve.platform.http.asgi import CollectedAnswer, DirectPosts
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
 from loomserve.platform.requests.engine_request import FORWARDED
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import ModelStatus
 from tests.unit.deployments.gateway.engines import (
     Answer,
-    AnsweringEngines,
     Behave,
+    FakeEngines,
     good,
     replica_route,
 )
@@ -63,10 +63,8 @@ class NoLengths:
         return None
 
 
-def platform(
-    behave: Behave = good, counts: Counts | None = None
-) -> tuple[ASGIApp, AnsweringEngines]:
-    engines = AnsweringEngines(behave)
+def platform(behave: Behave = good, counts: Counts | None = None) -> tuple[ASGIApp, FakeEngines]:
+    engines = FakeEngines(behave)
     routes: Any = SimpleNamespace(choose=lambda fields, key: ROUTE)
     lengths: Any = NoLengths()
     registry = CollectorRegistry()
@@ -78,7 +76,7 @@ def platform(
         sequences=ModelMeter(counts),
     )
     app = DirectPosts(
-        {path: clients.at(path) for path in FORWARDED},
+        dict.fromkeys(FORWARDED, clients),
         Starlette(exception_handlers=exception_handlers),
     )
     return ingress_middleware(app, SERVER, rejected=lambda _: None), engines
@@ -159,7 +157,7 @@ async def test_prompts_times_answers_within_the_bound_pass(number: int, n: int) 
 async def test_sequences_count_in_the_limits_of_keys_and_models_until_they_end() -> None:
     inside, go = asyncio.Event(), asyncio.Event()
 
-    async def waits(request: ForwardRequest) -> Answer:
+    async def waits(request: ModelRequest) -> Answer:
         if request.content.fields["prompt"] == ["x"] * 125:
             inside.set()
             await go.wait()
@@ -222,7 +220,7 @@ async def test_a_text_that_cannot_fit_reaches_no_tokenizer(
     assert engines.asked == []
 
 
-async def test_a_models_limit_holds_over_all_front_ends(tmp_path: Path) -> None:
+async def test_a_models_limit_holds_over_all_gateways(tmp_path: Path) -> None:
     one, other = SharedCounts(tmp_path, 2), SharedCounts(tmp_path, 2)
     other.add("model m", Count.RUNNING, 129)
     app, _ = platform(counts=one)

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from loomserve.deployments.gateway.answering import CollectedAnswer, never_gone
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest
+from loomserve.platform.http.asgi import CollectedAnswer, never_gone
 from loomserve.platform.requests.endpoints import ENDPOINTS
 from loomserve.platform.requests.engine_request import FORWARDED
 from loomserve.platform.requests.metrics import GatewayMetrics
-from tests.unit.deployments.gateway.engines import AnsweringEngines, one_model
+from tests.unit.deployments.gateway.engines import FakeEngines, one_model
 from tests.unit.platform.requests.forms import a_form
 
 ALICE, BOB = (
@@ -35,7 +35,7 @@ class Gateway:
     """Both endpoints, before engines that keep what they are asked."""
 
     def __init__(self, *, isolates_tenants: bool) -> None:
-        self.engines = AnsweringEngines()
+        self.engines = FakeEngines()
         registry = CollectorRegistry()
         meter = TokenMeter(KeyMetrics(registry), Path("/nowhere"))
         routes = one_model()
@@ -62,8 +62,8 @@ class Gateway:
             for key in (ALICE, BOB):
                 body, kind = a_form(BODY) if is_form else (json.dumps(BODY).encode(), b"")
                 state = {"body": body, "request_id": "1", "api_key": key}
-                scope = {"state": state, "headers": [(b"content-type", kind)]}
-                await self.clients.answer(path, scope, never_gone, CollectedAnswer().send)
+                scope = {"path": path, "state": state, "headers": [(b"content-type", kind)]}
+                await self.clients(scope, never_gone, CollectedAnswer().send)
             for key in (ALICE, BOB) if ENDPOINTS[path].in_batches else ():
                 line = {"owner": key.name, "path": path, "body": {**BODY, "stream": False}}
                 more = {"request_id": "1", "engine": None, "timeout_s": 9}

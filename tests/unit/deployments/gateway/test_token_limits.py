@@ -12,14 +12,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Send
 
-from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
+from loomserve.deployments.gateway.dispatch import ModelRequest
 from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.base.errors import EngineGone, TooManyRequests, Unavailable
 from loomserve.platform.config import ApiKey, Server
+from loomserve.platform.http.asgi import CollectedAnswer, never_gone
 from loomserve.platform.http.held_answer import COMMENT
 from loomserve.platform.requests.metrics import GatewayMetrics
-from tests.unit.deployments.gateway.engines import AnsweringEngines, one_model
+from tests.unit.deployments.gateway.engines import FakeEngines, one_model
 
 CHAT = "/v1/chat/completions"
 PROMPT = 30
@@ -28,7 +29,7 @@ LIMITED = FREE.model_copy(update={"name": "limited", "tokens_per_minute": 6000})
 A_TOKEN_S = 0.01
 
 
-class Engine(AnsweringEngines):
+class Engine(FakeEngines):
     """Answers ``max_tokens`` tokens, of which the client gets as many as ``user`` says, if set."""
 
     def __init__(self, gateway: Gateway) -> None:
@@ -37,7 +38,7 @@ class Engine(AnsweringEngines):
         self.bodies: list[bytes] = []
         self.computed = 0
 
-    async def forward(self, request: ForwardRequest, receive: Receive, send: Send) -> None:
+    async def dispatch(self, request: ModelRequest, receive: Receive, send: Send) -> None:
         self.bodies.append(request.content.encoded)
         body = json.loads(request.content.encoded)
         user = str(body.get("user"))
@@ -67,7 +68,7 @@ class Engine(AnsweringEngines):
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _computes(self, request: ForwardRequest, tokens: int) -> None:
+    def _computes(self, request: ModelRequest, tokens: int) -> None:
         request.usage.add_prompt("p", PROMPT, 0)
         request.usage.completion_tokens += tokens
 
@@ -96,7 +97,7 @@ class Gateway:
         body = {"model": "m", "messages": [], "max_tokens": max_tokens, "stream": True, **fields}
         answer = Noted()
         state = {"body": json.dumps(body).encode(), "request_id": "1", "api_key": key}
-        await self.endpoint.answer(CHAT, {"state": state}, never_gone, answer.send)
+        await self.endpoint({"path": CHAT, "state": state}, never_gone, answer.send)
         return answer
 
     def charged(self, key: ApiKey) -> float:

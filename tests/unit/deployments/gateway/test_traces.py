@@ -12,15 +12,16 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
-from loomserve.deployments.gateway.front_end_answer import answer
+from loomserve.deployments.gateway.dispatch import ModelRequest
+from loomserve.deployments.gateway.relay import relay
 from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.platform.base.errors import Unavailable
+from loomserve.platform.http.asgi import CollectedAnswer, never_gone
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.tracing import RequestTrace
 from tests.unit.deployments.gateway.test_replica_choice import Bench, stats
-from tests.unit.deployments.gateway.test_waiting import ROUTE, run
+from tests.unit.deployments.gateway.test_request_dispatcher import ROUTE, run
 from tests.unit.platform.tracing.spans import (
     UNSAMPLED,
     Spans,
@@ -33,10 +34,10 @@ from tests.unit.platform.tracing.spans import (
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-def request(trace: RequestTrace | None) -> ForwardRequest:
+def request(trace: RequestTrace | None) -> ModelRequest:
     body = b'{"model": "m", "prompt": "a"}'
     content = EngineRequest("/v1/completions", json.loads(body), body)
-    return ForwardRequest("m", content, "id-1", trace=trace)
+    return ModelRequest("m", content, "id-1", trace=trace)
 
 
 def context(trace: RequestTrace | None) -> AnswerContext:
@@ -77,7 +78,7 @@ def test_a_wait_for_a_replica_is_a_span() -> None:
 def answered(app: App, asked: AnswerContext) -> None:
     metrics = GatewayMetrics(CollectorRegistry())
     collected = CollectedAnswer()
-    asyncio.run(answer(app, asked, never_gone, collected.send, metrics, idle_timeout_s=10))
+    asyncio.run(relay(app, asked, never_gone, collected.send, metrics, idle_timeout_s=10))
     assert collected.status == 200
 
 
@@ -132,10 +133,10 @@ def test_a_wait_for_a_model_is_a_span_of_its_own() -> None:
     spans = Spans()
     trace = spans.begin()
 
-    async def scenario(front_ends: Any, controller: Any, messages: Any) -> None:
+    async def scenario(dispatcher: Any, controller: Any, messages: Any) -> None:
         controller.refusal = Unavailable("no room", reason="no_room")
         with pytest.raises(Unavailable, match="no room"):
-            await front_ends.forward(request(trace), never_gone, CollectedAnswer().send)
+            await dispatcher.dispatch(request(trace), never_gone, CollectedAnswer().send)
 
     run(scenario)
     trace.end(503)

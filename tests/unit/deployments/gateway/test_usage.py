@@ -11,22 +11,19 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from loomserve.deployments.gateway.answering import (
-    CollectedAnswer,
-    ForwardRequest,
-    never_gone,
-)
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
+from loomserve.deployments.gateway.dispatch import ModelRequest
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.base.errors import EngineGone, RequestError
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest
+from loomserve.platform.http.asgi import CollectedAnswer, never_gone
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.usage.files import UsageFiles, UsageRecord
 from loomserve.platform.usage.meter import UsageMeter, UsageMetrics
-from tests.unit.deployments.gateway.engines import Answer, AnsweringEngines, answered, one_model
+from tests.unit.deployments.gateway.engines import Answer, FakeEngines, answered, one_model
 
 ALICE = ApiKey(name="alice", hash=f"sha256:{0:064}")
 PATH = "/v1/completions"
@@ -42,7 +39,7 @@ class Gateway:
         registry = CollectorRegistry()
         meter = TokenMeter(KeyMetrics(registry), folder / "tokens.json")
         routes = one_model()
-        engines = AnsweringEngines(self._compute)
+        engines = FakeEngines(self._compute)
         server = Server(api_keys=(ALICE,))
         lengths: Any = SimpleNamespace(predict=_nothing)
         self.clients = ClientEndpoint(
@@ -57,7 +54,7 @@ class Gateway:
             usage=self.usage,
         )
 
-    async def _compute(self, request: ForwardRequest) -> Answer:
+    async def _compute(self, request: ModelRequest) -> Answer:
         request.usage.add_prompt("p", 10, 4)
         request.usage.completion_tokens += 5
         if self._answer is None:
@@ -68,7 +65,7 @@ class Gateway:
         body = {"model": "alias", "prompt": "x"}
         state = {"body": json.dumps(body).encode(), "request_id": "1", "api_key": key}
         send = CollectedAnswer().send
-        await self.clients.answer(PATH, {"state": state}, never_gone, send)
+        await self.clients({"path": PATH, "state": state}, never_gone, send)
 
     async def send_line(self) -> None:
         line = {"owner": ALICE.name, "path": PATH, "body": {"model": "m", "prompt": "x"}}

@@ -1,4 +1,4 @@
-"""Limits of one key over two front ends."""
+"""Limits of one key over two gateways."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loomserve.platform.config import ApiKey
 HASH = "sha256:" + "0" * 64
 
 
-class FrontEnds:
+class Gateways:
     """Two or more on one clock."""
 
     def __init__(self, folder: Path) -> None:
@@ -28,7 +28,7 @@ class FrontEnds:
         self.tokens: list[TokenMeter] = []
 
     def start(self) -> None:
-        counts = SharedCounts(self._folder / "front-ends", 2)
+        counts = SharedCounts(self._folder / "gateways", 2)
         self.counts.append(counts)
         self.requests.append(RequestMeter(counts, clock=lambda: self.now_s))
         self.tokens.append(
@@ -49,35 +49,35 @@ class FrontEnds:
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Iterator[FrontEnds]:
-    front_ends = FrontEnds(tmp_path)
-    front_ends.start()
-    front_ends.start()
-    yield front_ends
-    for counts in front_ends.counts:
+def two(tmp_path: Path) -> Iterator[Gateways]:
+    gateways = Gateways(tmp_path)
+    gateways.start()
+    gateways.start()
+    yield gateways
+    for counts in gateways.counts:
         counts.close()
 
 
-def admitted(front_ends: FrontEnds, key: ApiKey, attempts: int) -> int:
+def admitted(gateways: Gateways, key: ApiKey, attempts: int) -> int:
     """How many of so many requests, sent to one after another, are admitted."""
     count = 0
     for number in range(attempts):
         try:
-            front_ends.requests[number % 2].acquire(key)
+            gateways.requests[number % 2].acquire(key)
         except TooManyRequests:
             continue
         count += 1
     return count
 
 
-def test_a_rate_holds_over_both(two: FrontEnds) -> None:
+def test_a_rate_holds_over_both(two: Gateways) -> None:
     key = ApiKey(name="a", hash=HASH, requests_per_minute=60)
     assert admitted(two, key, 50) == 10
     two.now_s += 3
     assert admitted(two, key, 50) == 3
 
 
-def test_a_bucket_that_one_empties_fills_for_the_other_meanwhile(two: FrontEnds) -> None:
+def test_a_bucket_that_one_empties_fills_for_the_other_meanwhile(two: Gateways) -> None:
     key = ApiKey(name="a", hash=HASH, requests_per_minute=60)
     for _ in range(100):
         two.requests[0].acquire(key)
@@ -88,7 +88,7 @@ def test_a_bucket_that_one_empties_fills_for_the_other_meanwhile(two: FrontEnds)
         two.requests[1].acquire(key)
 
 
-def test_concurrency_holds_over_both(two: FrontEnds) -> None:
+def test_concurrency_holds_over_both(two: Gateways) -> None:
     key = ApiKey(name="a", hash=HASH, max_concurrent=4)
     one, other = two.requests
     one.acquire(key)
@@ -104,14 +104,14 @@ def test_concurrency_holds_over_both(two: FrontEnds) -> None:
     other.acquire_more(key, 3)
 
 
-def test_what_a_front_end_that_ended_had_running_counts_no_longer(two: FrontEnds) -> None:
+def test_what_a_gateway_that_ended_had_running_counts_no_longer(two: Gateways) -> None:
     key = ApiKey(name="a", hash=HASH, max_concurrent=1)
     two.requests[0].acquire(key)
     two.counts.pop(0).close()
     two.requests[1].acquire(key)
 
 
-def test_tokens_hold_over_both(two: FrontEnds) -> None:
+def test_tokens_hold_over_both(two: Gateways) -> None:
     key = ApiKey(name="a", hash=HASH, tokens_per_minute=600, tokens_per_day=1000)
     one, other = two.tokens
     one.charge(key, 60, 40)
@@ -125,7 +125,7 @@ def test_tokens_hold_over_both(two: FrontEnds) -> None:
         one.check(key)
 
 
-def test_the_days_tokens_are_kept_by_both_in_one_file(two: FrontEnds) -> None:
+def test_the_days_tokens_are_kept_by_both_in_one_file(two: Gateways) -> None:
     key = ApiKey(name="a", hash=HASH, tokens_per_day=1000)
     one, other = two.tokens
     one.charge(key, 600, 0)

@@ -19,7 +19,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[SharedCounts] = []
 
     def start_one() -> SharedCounts:
-        started.append(SharedCounts(tmp_path / "front-ends", 2))
+        started.append(SharedCounts(tmp_path / "gateways", 2))
         return started[-1]
 
     yield start_one
@@ -76,7 +76,7 @@ def test_each_has_a_place_of_its_own_and_there_are_only_so_many(
 ) -> None:
     assert [start().place for _ in range(4)] == [0, 1, 2, 3]
     with pytest.raises(NoPlaceError):
-        SharedCounts(tmp_path / "front-ends", 2)
+        SharedCounts(tmp_path / "gateways", 2)
 
 
 def test_a_place_that_was_left_is_taken_again_and_its_counts_go_on(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_one_that_is_killed_has_nothing_running(tmp_path: Path, start: Start) ->
     own = start()
     ready, say = multiprocessing.get_context("spawn").Pipe(duplex=False)
     child = multiprocessing.get_context("spawn").Process(
-        target=_count_and_wait, args=(tmp_path / "front-ends", say)
+        target=_count_and_wait, args=(tmp_path / "gateways", say)
     )
     child.start()
     assert ready.poll(PATIENCE_S)

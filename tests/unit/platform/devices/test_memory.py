@@ -18,7 +18,7 @@ from loomserve.platform.config import (
 )
 from loomserve.platform.devices.gpus import Gpu
 from loomserve.platform.devices.memory import (
-    FRONT_END_BYTES,
+    GATEWAY_BYTES,
     GPU_ENGINE_BYTES,
     NODE_BYTES,
     PLATFORM_BYTES,
@@ -78,8 +78,8 @@ def test_offline_models_take_their_memory_first() -> None:
     available = PLATFORM_BYTES + 2 * replica_bytes(one, 0)
     assert plan_replicas([one], {"a": 0}, available + needed, offline_bytes=needed) == {"a": 2}
     assert plan_replicas([one], {"a": 0}, available + needed - 1, offline_bytes=needed) == {"a": 1}
-    assert plan_replicas([one], {"a": 0}, available, front_ends=2) == {"a": 1}
-    assert plan_replicas([one], {"a": 0}, available + FRONT_END_BYTES, front_ends=2) == {"a": 2}
+    assert plan_replicas([one], {"a": 0}, available, gateways=2) == {"a": 1}
+    assert plan_replicas([one], {"a": 0}, available + GATEWAY_BYTES, gateways=2) == {"a": 2}
     with pytest.raises(StartError):
         plan_replicas([one], {"a": 0}, available / 2, offline_bytes=needed)
 
@@ -87,10 +87,10 @@ def test_offline_models_take_their_memory_first() -> None:
 def test_each_front_end_has_all_names_and_a_tokenizer_for_each_source() -> None:
     one = model("a", "auto", 2)
     served = [one, model("b"), model("c").model_copy(update={"source": "other"})]
-    enough = PLATFORM_BYTES + 2 * replica_bytes(one, 0) + FRONT_END_BYTES
+    enough = PLATFORM_BYTES + 2 * replica_bytes(one, 0) + GATEWAY_BYTES
     enough += 2 * (3 * SERVED_MODEL_BYTES + 2 * TOKENIZER_BYTES)
     for available, replicas in ((enough, 2), (enough - 1, 1)):
-        found = plan_replicas([one], {"a": 0}, available, front_ends=2, served=served)
+        found = plan_replicas([one], {"a": 0}, available, gateways=2, served=served)
         assert found == {"a": replicas}
 
 

@@ -46,7 +46,7 @@ def test_this_machine_may_be_spared(address: str) -> None:
     assert (limit.open(address), limit.open("192.0.2.1")) == (0, 1)
 
 
-def test_connections_to_other_front_ends_count(tmp_path: Path) -> None:
+def test_connections_to_other_gateways_count(tmp_path: Path) -> None:
     one, other = (SharedCounts(tmp_path, 2) for _ in range(2))
     limit = AddressLimit(2, spare_loopback=True, counts=one)
     beside = AddressLimit(2, spare_loopback=True, counts=other)

@@ -91,7 +91,6 @@ def runner(tmp_path: Path) -> RebalancingRunner:
                 made_up.footprint(memory_measured_at=now),
             )
             fleet.report(made_up.told(said, now), now)
-            runner.observe(said)
     asyncio.run(runner.rebalancer.tick())
     return runner
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loomserve.platform.config.scheduling import QUEUE_ORDERS
 from loomserve.platform.scheduling.policy.preemption import PREEMPTIONS, PreemptionMode
-from loomserve.platform.scheduling.policy.queue import QUEUES
 from loomserve.platform.scheduling.simulator import (
     Costs,
     Limits,
@@ -72,7 +72,7 @@ def workloads(draw: st.DrawFn) -> list[SimulatedRequest]:
 
 policies = st.builds(
     Policies,
-    queue=st.sampled_from(list(QUEUES)),
+    queue=st.sampled_from(list(QUEUE_ORDERS.own)),
     preemption=st.sampled_from(list(PREEMPTIONS)),
     chunked_recompute=st.booleans(),
     peak_admission=st.booleans(),
@@ -227,7 +227,7 @@ def test_first_come_is_first_started(requests: list[SimulatedRequest], limits: L
     assert started == sorted(started)
 
 
-@given(workloads(), st.sampled_from(list(QUEUES)), st.integers(0, 6))
+@given(workloads(), st.sampled_from(list(QUEUE_ORDERS.own)), st.integers(0, 6))
 def test_adaptive_swaps_what_is_dearer_to_compute_while_there_is_room(
     requests: list[SimulatedRequest], queue: str, swap_blocks: int
 ) -> None:
@@ -250,7 +250,7 @@ def test_adaptive_swaps_what_is_dearer_to_compute_while_there_is_room(
         computed |= {share.name: share.computed + share.tokens for share in step.shares}
 
 
-@given(workloads(), st.sampled_from(list(QUEUES)))
+@given(workloads(), st.sampled_from(list(QUEUE_ORDERS.own)))
 def test_nothing_is_computed_twice_if_swap_space_has_room_for_all(
     requests: list[SimulatedRequest], queue: str
 ) -> None:

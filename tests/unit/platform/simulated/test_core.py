@@ -1,4 +1,4 @@
-"""A simulated engine's process, as its replica and a front end see it."""
+"""A simulated engine's process, as its replica and a client see it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.run.folder import own_run
 from loomserve.platform.simulated import wire
 from loomserve.platform.simulated.options import SIMULATED_CONFIG
-from loomserve.platform.state.told_load import ToldLoad, load_of
+from loomserve.platform.state.load_report import LoadReport, read_load_report
 from tests.waiting import PATIENCE_S as TIMEOUT_S
 
 OPTIONS = {
@@ -62,9 +62,9 @@ class FrontEnd:
         context = zmq.asyncio.Context.instance()
         self._sockets = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
         for socket, where in zip(self._sockets, (address.input, address.output), strict=True):
-            socket.set(zmq.IDENTITY, b"front end")
+            socket.set(zmq.IDENTITY, b"client")
             socket.connect(where)
-        self.loads: list[ToldLoad] = []
+        self.loads: list[LoadReport] = []
         self.beats: list[list[float]] = []
         self.dead = False
 
@@ -96,7 +96,7 @@ class FrontEnd:
         if frames[0] == BEAT:
             self.beats.append(msgspec.msgpack.decode(frames[1]))
             return None
-        load = load_of(frames[0])
+        load = read_load_report(frames[0])
         if load is not None:
             self.loads.append(load)
             frames = frames[1:]
@@ -132,16 +132,16 @@ class FrontEnd:
 
 @asynccontextmanager
 async def running(options: dict[str, Any] = OPTIONS) -> AsyncIterator[tuple[EngineHost, FrontEnd]]:
-    """An engine, and a front end that it knows."""
+    """An engine, and a client that it knows."""
     address = EngineAddress.in_folder(own_run().sockets)
     start = EngineStart(options=options, address=address, simulated=True)
     host = await EngineHost.start(start, {}, TIMEOUT_S)
-    front_end = FrontEnd(host.address)
+    client = FrontEnd(host.address)
     try:
-        await front_end.begin()
-        yield host, front_end
+        await client.begin()
+        yield host, client
     finally:
-        front_end.close()
+        client.close()
         await host.stop(0)
 
 
@@ -173,35 +173,35 @@ async def test_it_may_have_many_descriptors_and_is_the_kernels_first_choice() ->
 
 @in_a_loop
 async def test_it_answers_with_its_load_and_counts_who_asked() -> None:
-    async with running() as (host, front_end):
-        assert front_end.facts["max_model_len"] == host.facts.max_model_len == 4096
-        await front_end.add("r", 5)
-        answer = await front_end.answer()
+    async with running() as (host, client):
+        assert client.facts["max_model_len"] == host.facts.max_model_len == 4096
+        await client.add("r", 5)
+        answer = await client.answer()
         assert [len(each[1]) for each in answer] == [1] * 5
-        assert front_end.loads[-1].counted == 1
-        assert (front_end.loads[-1].running, front_end.loads[-1].steps) == (0, 5)
+        assert client.loads[-1].counted == 1
+        assert (client.loads[-1].running, client.loads[-1].steps) == (0, 5)
         load = await host.stats(TIMEOUT_S)
         assert (load.requests, load.running) == (1, 0)
         assert load.work is not None
         assert load.work.tokens == 8
         assert "loomserve_request_preemptions_count 1.0" in await host.metrics(TIMEOUT_S)
-        await front_end.hello()
-        while not front_end.beats:
-            await front_end.take()
-        *counts, computed_s = front_end.beats[-1]
+        await client.hello()
+        while not client.beats:
+            await client.take()
+        *counts, computed_s = client.beats[-1]
         assert counts == [5, 0, 0]
         assert computed_s == pytest.approx(5 * 0.001, rel=0.5), "it pretends to have computed"
 
 
 @in_a_loop
 async def test_who_is_gone_has_no_requests_there() -> None:
-    async with running(SLOW) as (host, front_end):
-        await front_end.add("a", 4000)
-        await front_end.add("b", 4000)
-        await front_end.outputs()
-        await front_end.send(wire.ABORT, ["a"])
+    async with running(SLOW) as (host, client):
+        await client.add("a", 4000)
+        await client.add("b", 4000)
+        await client.outputs()
+        await client.send(wire.ABORT, ["a"])
         await _until(host, lambda load: load.running == 1)
-        front_end.close()
+        client.close()
         await _until(host, lambda load: load.running == 0)
 
 
@@ -214,31 +214,31 @@ async def _until(host: EngineHost, right: Callable[[Any], bool]) -> None:
 
 @in_a_loop
 async def test_a_grammar_is_refused_as_an_engine_does() -> None:
-    async with running() as (_, front_end):
-        await front_end.add("r", 5, structured_outputs={"json": "{}"})
-        (ended,) = await front_end.answer()
+    async with running() as (_, client):
+        await client.add("r", 5, structured_outputs={"json": "{}"})
+        (ended,) = await client.answer()
         assert ended[:2] == ["r", []]
         assert ended[5] == wire.FinishReason.ERROR
 
 
 @in_a_loop
-async def test_it_does_what_front_ends_call() -> None:
-    async with running() as (_, front_end):
-        assert await front_end.call("get_supported_tasks") == ["generate"]
-        await front_end.call("sleep", 1)
-        assert await front_end.call("is_sleeping") is True
-        await front_end.call("wake_up")
-        assert await front_end.call("reset_prefix_cache", False) is True
-        assert "simulated engine has no profile" in await front_end.call("profile", True)
+async def test_it_does_what_clients_call() -> None:
+    async with running() as (_, client):
+        assert await client.call("get_supported_tasks") == ["generate"]
+        await client.call("sleep", 1)
+        assert await client.call("is_sleeping") is True
+        await client.call("wake_up")
+        assert await client.call("reset_prefix_cache", False) is True
+        assert "simulated engine has no profile" in await client.call("profile", True)
 
 
 @in_a_loop
 async def test_it_sleeps_until_a_request_wakes_it_and_not_with_one() -> None:
-    async with running(SLOW) as (host, front_end):
+    async with running(SLOW) as (host, client):
         await host.sleep(1, timeout_s=TIMEOUT_S)
         assert (await host.stats(TIMEOUT_S)).asleep
-        await front_end.add("r", 4000)
-        await front_end.outputs()
+        await client.add("r", 4000)
+        await client.outputs()
         assert not (await host.stats(TIMEOUT_S)).asleep
         with pytest.raises(ValueError, match="it has requests"):
             await host.sleep(1, timeout_s=TIMEOUT_S)
@@ -246,35 +246,35 @@ async def test_it_sleeps_until_a_request_wakes_it_and_not_with_one() -> None:
 
 @in_a_loop
 async def test_requests_are_asked_to_move_and_have_left_once_they_are_aborted() -> None:
-    async with running(SLOW) as (host, front_end):
-        await front_end.add("r", 4000)
-        await front_end.outputs()
+    async with running(SLOW) as (host, client):
+        await client.add("r", 4000)
+        await client.outputs()
         moving = asyncio.create_task(host.move_requests("r2", 1, timeout_s=TIMEOUT_S))
         while True:
-            (output, *_) = (await front_end.outputs())[1]
+            (output, *_) = (await client.outputs())[1]
             if len(output) > 8 and (output[8] or {}).get(MOVE_TO):
                 break
         assert output[8][MOVE_TO] == "r2"
-        await front_end.send(wire.ABORT, ["r"])
+        await client.send(wire.ABORT, ["r"])
         assert await moving == 1
 
 
 @in_a_loop
 async def test_it_hangs_slows_down_and_dies_when_it_is_told() -> None:
-    async with running() as (host, front_end):
-        await front_end.call("slow_down", 100)
-        await front_end.add("r", 4000)
-        first, second = [(await front_end.outputs())[3] for _ in range(2)]
+    async with running() as (host, client):
+        await client.call("slow_down", 100)
+        await client.add("r", 4000)
+        first, second = [(await client.outputs())[3] for _ in range(2)]
         assert second - first > 0.1, "a step of one millisecond"
-        await front_end.send(wire.UTILITY, (0, 8, "hang", (1000,)))
-        front_end.beats.clear()
-        while len(front_end.beats) < 3:
-            await front_end.hello()
-            await front_end.take()
-        assert front_end.beats[-1][0] == front_end.beats[-2][0], "it beats, and takes no steps"
+        await client.send(wire.UTILITY, (0, 8, "hang", (1000,)))
+        client.beats.clear()
+        while len(client.beats) < 3:
+            await client.hello()
+            await client.take()
+        assert client.beats[-1][0] == client.beats[-2][0], "it beats, and takes no steps"
         assert host.alive
-    async with running() as (host, front_end):
-        await front_end.send(wire.UTILITY, (0, 8, "die", ()))
+    async with running() as (host, client):
+        await client.send(wire.UTILITY, (0, 8, "die", ()))
         assert "SIGKILL" in await host.ended()
 
 
@@ -310,29 +310,29 @@ async def test_one_that_sends_slowly_beside_busy_neighbours_is_not_ended() -> No
 async def test_it_has_the_faults_of_its_configuration() -> None:
     slow = {"what": "slow_down", "after_requests": 1, "factor": 100}
     dies = {"what": "die", "after_requests": 2}
-    async with running(with_simulated(step_ms=1, faults=[slow, dies])) as (host, front_end):
-        await front_end.add("r", 4000)
-        first, second = [(await front_end.outputs())[3] for _ in range(2)]
+    async with running(with_simulated(step_ms=1, faults=[slow, dies])) as (host, client):
+        await client.add("r", 4000)
+        first, second = [(await client.outputs())[3] for _ in range(2)]
         assert second - first > 0.1, "a step of one millisecond"
-        await front_end.add("s", 1)
+        await client.add("s", 1)
         assert "SIGKILL" in await host.ended()
     hangs = {"what": "hang", "after_s": 0.01}
-    async with running(with_simulated(step_ms=1, faults=[hangs])) as (host, front_end):
-        await front_end.add("r", 4000)
-        while len({steps for steps, *_ in front_end.beats[-3:]}) != 1 or len(front_end.beats) < 3:
-            await front_end.hello()
-            await front_end.take()
+    async with running(with_simulated(step_ms=1, faults=[hangs])) as (host, client):
+        await client.add("r", 4000)
+        while len({steps for steps, *_ in client.beats[-3:]}) != 1 or len(client.beats) < 3:
+            await client.hello()
+            await client.take()
             await asyncio.sleep(0.1)
-        assert front_end.beats[-1][0] < 4000, "it hangs, and has not answered"
+        assert client.beats[-1][0] < 4000, "it hangs, and has not answered"
         assert host.alive
 
 
 @in_a_loop
-async def test_front_ends_are_told_when_it_is_stopped() -> None:
-    async with running() as (host, front_end):
+async def test_clients_are_told_when_it_is_stopped() -> None:
+    async with running() as (host, client):
         await host.stop(TIMEOUT_S)
-        while not front_end.dead:
-            await front_end.take()
+        while not client.dead:
+            await client.take()
         with pytest.raises(EngineEnded):
             await host.stats(TIMEOUT_S)
 

@@ -100,7 +100,7 @@ def test_the_last_output_ends_the_request_and_tells_its_share_of_the_time() -> N
     assert sum(each or 0 for each in seconds) == pytest.approx(clock.now)
 
 
-def test_outputs_go_to_the_front_end_that_asked() -> None:
+def test_outputs_go_to_the_client_that_asked() -> None:
     of = engine()
     of.add(request("a"), 1, 0.0)
     of.add(request("b"), 2, 0.0)
@@ -137,7 +137,7 @@ def test_a_request_that_goes_on_here_gets_the_rest_of_the_same_answer() -> None:
     resumed = request("r#1", extra_args={RESUMED: whole[:3]})
     clock = ran(engine(), resumed)
     assert clock.tokens("r#1") == whole[3:]
-    assert clock.outputs["r#1"][0].prefill_stats is None, "its front end knows of its prompt"
+    assert clock.outputs["r#1"][0].prefill_stats is None, "its client knows of its prompt"
 
 
 def test_a_prompt_that_was_handed_over_is_not_computed_again() -> None:

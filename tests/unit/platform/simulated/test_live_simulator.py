@@ -10,14 +10,14 @@ from loomserve.platform.scheduling.simulator import (
     Policies,
     ScheduledStep,
     SimulatedRequest,
+    Simulator,
     StepShare,
 )
-from loomserve.platform.simulated.engine import LiveSimulator
 from tests.unit.platform.scheduling.test_simulator import COSTS, LIMITS
 
 
-def running_engine(**policies: Any) -> LiveSimulator:
-    return LiveSimulator((), LIMITS, Policies(**policies), COSTS)
+def running_engine(**policies: Any) -> Simulator:
+    return Simulator((), LIMITS, Policies(**policies), COSTS)
 
 
 def coming(name: str, **what: Any) -> SimulatedRequest:
@@ -33,7 +33,7 @@ def coming(name: str, **what: Any) -> SimulatedRequest:
     )
 
 
-def one_step(engine: LiveSimulator, now: float) -> ScheduledStep:
+def one_step(engine: Simulator, now: float) -> ScheduledStep:
     step = engine.schedule(now)
     engine.end(step, now + 1)
     return step

@@ -22,7 +22,7 @@ OPTIONS = EngineOptions.of({"kv_cache_memory_bytes": 2**28, "max_model_len": 512
 
 
 def received(outputs: wire.Outputs) -> Any:
-    """As a front end reads what a simulated engine sends."""
+    """As a client reads what a simulated engine sends."""
     return MsgpackDecoder(vllm_engine.EngineCoreOutputs).decode(wire.frames_of(outputs))
 
 

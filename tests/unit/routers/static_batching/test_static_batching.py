@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loomserve.routers.static_batching.base import Batcher, BatchRequest, KvBudget, StaticBatch
+from loomserve.routers.static_batching.base import (
+    BatchingPolicy,
+    BatchRequest,
+    KvBudget,
+    StaticBatch,
+)
 from loomserve.routers.static_batching.fifo import Fifo
-from loomserve.routers.static_batching.next_batch import first, hrrn, oldest
-from loomserve.routers.static_batching.queue import BatchQueue
-from loomserve.routers.static_batching.recovery import halves
-from loomserve.routers.static_batching.s3 import s3
-from loomserve.routers.static_batching.slo_odbs import OutputTerm, SloOdbs, odbs, slo_dbs
+from loomserve.routers.static_batching.queue import BatchQueue, first, halves, hrrn, oldest
+from loomserve.routers.static_batching.s3 import S3
+from loomserve.routers.static_batching.slo_odbs import Odbs, OutputTerm, SloDbs, SloOdbs
 from loomserve.routers.static_batching.wma import Wma, wasted, wma
 
 NOW = 1000.0
@@ -24,15 +27,26 @@ LONGEST = 64
 MEMORY = KvBudget(bytes=7 * 2 * LONGEST * 10, token_bytes=10)
 AMPLE = KvBudget(bytes=10**12, token_bytes=10)
 
-BATCHERS: dict[str, Batcher] = {
+
+def policy(kind: type[BatchingPolicy], **options: Any) -> BatchingPolicy:
+    return kind(kind.Options.model_validate(options))
+
+
+BATCHERS = {
     "fifo": Fifo.for_longest(MEMORY, LONGEST, LONGEST),
-    "s3": s3,
-    "wma": Wma(threshold=500),
-    "wma without a bound": Wma(threshold=10**9),
-    "slo_odbs": SloOdbs(200.0, 0.1, 1.0, OutputTerm.DIFFERENCE),
-    "slo_odbs by the sum": SloOdbs(2000.0, 0.3, 1.0, OutputTerm.SUM),
-    "slo_dbs": slo_dbs(50.0, output_term=OutputTerm.DIFFERENCE),
-    "odbs": odbs(2000.0),
+    "s3": policy(S3),
+    "wma": policy(Wma, most_waste=500),
+    "wma without a bound": policy(Wma, most_waste=10**9),
+    "slo_odbs": policy(
+        SloOdbs,
+        threshold=200.0,
+        slo_weight=0.1,
+        output_weight=1.0,
+        output_term=OutputTerm.DIFFERENCE,
+    ),
+    "slo_odbs by the sum": policy(SloOdbs, threshold=2000.0, slo_weight=0.3, output_weight=1.0),
+    "slo_dbs": policy(SloDbs, threshold=50.0, output_weight=1.0, output_term=OutputTerm.DIFFERENCE),
+    "odbs": policy(Odbs, threshold=2000.0, slo_weight=1.0),
 }
 
 
@@ -74,7 +88,7 @@ def test_every_request_is_in_exactly_one_batch_however_long_it_is(
     waiting: list[BatchRequest],
 ) -> None:
     for batcher in BATCHERS.values():
-        batches = batcher(waiting, MEMORY, NOW)
+        batches = batcher.form(waiting, MEMORY, NOW)
         assert Counter(one for batch in batches for one in batch.requests) == Counter(waiting)
         assert all(batch.requests for batch in batches)
 
@@ -85,7 +99,7 @@ def test_every_batch_fits_into_memory_by_its_longest_prompt_and_answer(
     waiting: list[BatchRequest],
 ) -> None:
     for batcher in BATCHERS.values():
-        for batch in batcher(waiting, MEMORY, NOW):
+        for batch in batcher.form(waiting, MEMORY, NOW):
             longest = max(one.input_tokens for one in batch.requests)
             answer = max(one.predicted_tokens for one in batch.requests)
             assert len(batch.requests) * (longest + answer) * MEMORY.token_bytes <= MEMORY.bytes
@@ -95,7 +109,7 @@ def test_every_batch_fits_into_memory_by_its_longest_prompt_and_answer(
 @given(waiting=requests(most=10 * LONGEST))
 def test_what_does_not_fit_is_alone(waiting: list[BatchRequest]) -> None:
     for name in BATCHERS.keys() - {"fifo"}:
-        for batch in BATCHERS[name](waiting, MEMORY, NOW):
+        for batch in BATCHERS[name].form(waiting, MEMORY, NOW):
             fits = MEMORY.holds(len(batch.requests), batch.length, batch.generation)
             assert fits or len(batch.requests) == 1
 
@@ -107,7 +121,7 @@ def test_the_order_of_the_requests_in_the_list_makes_no_difference(
 ) -> None:
     shuffled = random.Random(seed).sample(waiting, len(waiting))
     for batcher in BATCHERS.values():
-        assert batcher(shuffled, MEMORY, NOW) == batcher(waiting, MEMORY, NOW)
+        assert batcher.form(shuffled, MEMORY, NOW) == batcher.form(waiting, MEMORY, NOW)
 
 
 @settings(deadline=None)
@@ -116,10 +130,10 @@ def test_the_other_batches_form_again_when_one_has_left(
     waiting: list[BatchRequest], number: int
 ) -> None:
     for name in ("wma", "wma without a bound"):
-        batches = BATCHERS[name](waiting, MEMORY, NOW)
+        batches = BATCHERS[name].form(waiting, MEMORY, NOW)
         gone = batches[number % len(batches)]
         left = [one for one in waiting if one not in gone.requests]
-        assert BATCHERS[name](left, MEMORY, NOW) == [one for one in batches if one != gone]
+        assert BATCHERS[name].form(left, MEMORY, NOW) == [one for one in batches if one != gone]
 
 
 @settings(deadline=None)
@@ -127,7 +141,7 @@ def test_the_other_batches_form_again_when_one_has_left(
 def test_first_come_first_served_fills_batches_in_the_order_of_arrival(
     waiting: list[BatchRequest],
 ) -> None:
-    batches = Fifo(3)(waiting, MEMORY, NOW)
+    batches = policy(Fifo, size=3).form(waiting, MEMORY, NOW)
     served = [one.arrived_s for batch in batches for one in batch.requests]
     assert served == sorted(served)
     assert all(len(batch.requests) == 3 for batch in batches[:-1])
@@ -135,12 +149,12 @@ def test_first_come_first_served_fills_batches_in_the_order_of_arrival(
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_batch_of_none_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        Fifo(size)
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        policy(Fifo, size=size)
 
 
 def test_the_safe_size_is_what_memory_holds_of_the_longest() -> None:
-    assert Fifo.for_longest(MEMORY, LONGEST, LONGEST).size == 7
+    assert Fifo.for_longest(MEMORY, LONGEST, LONGEST).options.size == 7
 
 
 def test_waste_is_that_of_magnus_formulas() -> None:
@@ -162,7 +176,7 @@ def test_a_batchs_waste_is_its_greatest_as_joining_requests_see_it(
         )
 
     threshold = 800
-    for batch in Wma(threshold)(waiting, AMPLE, NOW):
+    for batch in policy(Wma, most_waste=threshold).form(waiting, AMPLE, NOW):
         assert wma(batch) == by_definition(batch)
         assert len(batch.requests) == 1 or wma(batch) < threshold
 
@@ -174,7 +188,7 @@ def test_a_request_joins_the_batch_where_it_wastes_the_least() -> None:
         request("shorter", 4, 4, at_s=2.0),
         request("longer", 61, 62, at_s=3.0),
     ]
-    batches = Wma(threshold=1000)(waiting, AMPLE, NOW)
+    batches = policy(Wma, most_waste=1000).form(waiting, AMPLE, NOW)
     assert [ids(batch) for batch in batches] == [["long", "longer"], ["short", "shorter"]]
 
 
@@ -187,7 +201,11 @@ def test_bins_are_packed_by_the_longest_answer_first_each_into_the_first_with_ro
         request("d", 10, 39),
         request("e", 10, 11),
     ]
-    assert [ids(batch) for batch in s3(waiting, memory, NOW)] == [["b", "c"], ["d", "e"], ["a"]]
+    assert [ids(batch) for batch in policy(S3).form(waiting, memory, NOW)] == [
+        ["b", "c"],
+        ["d", "e"],
+        ["a"],
+    ]
 
 
 @settings(deadline=None)
@@ -196,7 +214,9 @@ def test_batches_are_runs_of_the_order_of_deadlines_missed_and_absent_ones_last(
     waiting: list[BatchRequest],
 ) -> None:
     for name in ("slo_odbs", "slo_odbs by the sum", "slo_dbs", "odbs"):
-        order = [one for batch in BATCHERS[name](waiting, MEMORY, NOW) for one in batch.requests]
+        order = [
+            one for batch in BATCHERS[name].form(waiting, MEMORY, NOW) for one in batch.requests
+        ]
         due = [one.deadline_s for one in order if one.deadline_s and one.deadline_s > NOW]
         assert due == sorted(due)
         # The patience with those that have none ends 600 s after their arrival.
@@ -206,30 +226,38 @@ def test_batches_are_runs_of_the_order_of_deadlines_missed_and_absent_ones_last(
 
 
 @pytest.mark.parametrize(
-    ("batcher", "cost"),
+    ("kind", "options", "cost"),
     [
         # Joining a batch of one: twice (SLO + L_CM) and twice (length ± O_CM).
-        (slo_dbs(0.0, output_term=OutputTerm.DIFFERENCE), 2 * (30 - 20)),
-        (slo_dbs(0.0, output_term=OutputTerm.SUM), 2 * (30 + 20)),
-        (odbs(0.0), 2 * (80 + 50)),
-        (SloOdbs(0.0, 0.5, 3.0, OutputTerm.DIFFERENCE), 0.5 * 2 * (80 + 50) + 3 * 2 * (30 - 20)),
+        (SloDbs, {"output_weight": 1.0, "output_term": "difference"}, 2 * (30 - 20)),
+        (SloDbs, {"output_weight": 1.0}, 2 * (30 + 20)),
+        (Odbs, {"slo_weight": 1.0}, 2 * (80 + 50)),
+        (
+            SloOdbs,
+            {"slo_weight": 0.5, "output_weight": 3.0, "output_term": "difference"},
+            0.5 * 2 * (80 + 50) + 3 * 2 * (30 - 20),
+        ),
     ],
 )
 def test_a_batch_ends_where_joining_costs_more_than_the_threshold(
-    batcher: SloOdbs, cost: float
+    kind: type[BatchingPolicy], options: dict[str, Any], cost: float
 ) -> None:
     waiting = [request("first", answer=20, left=50.0), request("second", answer=30, left=80.0)]
-    together = replace(batcher, threshold=cost)(waiting, AMPLE, NOW)
-    apart = replace(batcher, threshold=cost - 0.01)(waiting, AMPLE, NOW)
+    together = policy(kind, threshold=cost, **options).form(waiting, AMPLE, NOW)
+    apart = policy(kind, threshold=cost - 0.01, **options).form(waiting, AMPLE, NOW)
     assert [ids(batch) for batch in together] == [["first", "second"]]
     assert [ids(batch) for batch in apart] == [["first"], ["second"]]
 
 
 def test_by_the_difference_short_requests_join_any_batch_and_by_the_sum_they_do_not() -> None:
     waiting = [request(str(at), answer=100 if at == 0 else 5, left=at + 1.0) for at in range(20)]
-    by_difference = slo_dbs(150.0, output_term=OutputTerm.DIFFERENCE)(waiting, AMPLE, NOW)
-    assert [len(batch.requests) for batch in by_difference] == [20]
-    assert len(slo_dbs(150.0, output_term=OutputTerm.SUM)(waiting, AMPLE, NOW)) > 1
+
+    def by(term: OutputTerm) -> list[StaticBatch]:
+        made = policy(SloDbs, threshold=150.0, output_weight=1.0, output_term=term)
+        return made.form(waiting, AMPLE, NOW)
+
+    assert [len(batch.requests) for batch in by(OutputTerm.DIFFERENCE)] == [20]
+    assert len(by(OutputTerm.SUM)) > 1
 
 
 def batches(*arrived: float) -> list[StaticBatch]:
@@ -298,7 +326,7 @@ def test_whatever_runs_out_of_memory_every_request_runs_once_or_is_told_of(
 
 
 def test_nothing_joins_what_ran_out_of_memory() -> None:
-    queue = BatchQueue(Wma(10**9), first, AMPLE)
+    queue = BatchQueue(policy(Wma, most_waste=10**9), first, AMPLE)
     for name in "ab":
         queue.add(request(name))
     batch = queue.take(NOW)
@@ -310,14 +338,14 @@ def test_nothing_joins_what_ran_out_of_memory() -> None:
 
 
 def test_a_request_waits_once() -> None:
-    queue = BatchQueue(s3, first, MEMORY)
+    queue = BatchQueue(policy(S3), first, MEMORY)
     queue.add(request())
     with pytest.raises(ValueError, match="waits already"):
         queue.add(request())
 
 
 def test_who_withdraws_is_in_no_batch_and_in_no_half() -> None:
-    queue = BatchQueue(s3, first, AMPLE)
+    queue = BatchQueue(policy(S3), first, AMPLE)
     for name in "abcd":
         queue.add(request(name))
     batch = queue.take(NOW)
@@ -334,7 +362,7 @@ def test_who_withdraws_is_in_no_batch_and_in_no_half() -> None:
 
 
 def test_a_suspect_runs_alone() -> None:
-    queue = BatchQueue(s3, first, AMPLE)
+    queue = BatchQueue(policy(S3), first, AMPLE)
     queue.add(request("a"))
     queue.add_alone(request("b"))
     queue.add(request("c"))
@@ -343,7 +371,7 @@ def test_a_suspect_runs_alone() -> None:
 
 
 def test_a_new_prediction_changes_who_runs_together() -> None:
-    queue = BatchQueue(s3, first, MEMORY)
+    queue = BatchQueue(policy(S3), first, MEMORY)
     capacity = MEMORY.bytes // MEMORY.token_bytes
     for name in "ab":
         queue.add(request(name, answer=capacity - 10))

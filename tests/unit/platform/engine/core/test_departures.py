@@ -32,7 +32,7 @@ def test_what_is_being_computed_or_loaded_or_comes_in_parts_stays() -> None:
     assert {each.tokens for each in movable(requests)} == {3}
 
 
-def test_front_ends_tell_what_is_asked_of_them_from_all_else() -> None:
+def test_clients_tell_what_is_asked_of_them_from_all_else() -> None:
     assert asked_to(asking("r", "b")) == "b"
     assert asked_to(EngineCoreOutput("r", [1])) is None
     stored = EngineCoreOutput("r", [], FinishReason.LENGTH, kv_transfer_params={"blocks": 3})

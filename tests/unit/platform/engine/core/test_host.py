@@ -100,7 +100,7 @@ def test_an_engine_is_called_and_stopped(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_requests_are_moved_as_far_as_front_ends_move_them_in_time(tmp_path: Path) -> None:
+def test_requests_are_moved_as_far_as_clients_move_them_in_time(tmp_path: Path) -> None:
     async def run() -> None:
         engine = await start(tmp_path, "lives")
         began = time.monotonic()

@@ -110,7 +110,7 @@ def test_one_request_is_little_work_for_a_gpu_whose_steps_may_have_many(
     assert work.linear_s - begun.linear_s == pytest.approx(work_s, rel=0.05)
 
 
-def test_a_step_for_several_front_ends_is_one_step() -> None:
+def test_a_step_for_several_clients_is_one_step() -> None:
     meter = CoreMeter()
     for name in "ab":
         meter.arrived(request(name), 0.0)

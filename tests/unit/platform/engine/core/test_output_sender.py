@@ -13,13 +13,18 @@ import zmq
 
 from loomserve.platform.engine.core import output_sender
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
-from loomserve.platform.engine.core.front_ends import NOBODY, FrontEnds
+from loomserve.platform.engine.core.engine_clients import NOBODY, EngineClients
 from loomserve.platform.engine.core.output_sender import OutputSender, WakingQueue
 from loomserve.platform.run.engine_address import EngineAddress
-from loomserve.platform.state.told_load import LOAD_PERIOD_S, LoadBook, ToldLoad, load_of
+from loomserve.platform.state.load_report import (
+    LOAD_PERIOD_S,
+    LoadBook,
+    LoadReport,
+    read_load_report,
+)
 from tests.waiting import PATIENCE_S
 
-# A busy machine must not make a front end silent.
+# A busy machine must not make a client silent.
 SILENCE_S = 60.0
 QUEUED = 64
 
@@ -29,7 +34,7 @@ class Engine:
 
     def __init__(self, address: str, silence_s: float) -> None:
         self.queue: WakingQueue = WakingQueue()
-        self.front_ends = FrontEnds(silence_s)
+        self.clients = EngineClients(silence_s)
         self.loads = LoadBook()
         self.left: list[int] = []
         self.unwanted_outputs: list[Any] = []
@@ -37,7 +42,7 @@ class Engine:
         """How far the sender's clock is."""
         self.stood_at: float | None = None
         """Since when no other time passes for it."""
-        sender = OutputSender(self.queue, self.front_ends, self, self._now)
+        sender = OutputSender(self.queue, self.clients, self, self._now)
         self.thread = threading.Thread(target=sender.run, args=(address, QUEUED), daemon=True)
         self.thread.start()
 
@@ -60,7 +65,7 @@ class Engine:
         self.unwanted_outputs.append(outputs)
 
     def index(self, identity: bytes) -> int:
-        index = self.front_ends.index_of(identity)
+        index = self.clients.index_of(identity)
         assert index is not None
         return index
 
@@ -73,7 +78,7 @@ class Client:
         self.socket.setsockopt(zmq.RCVHWM, 1)
         self.socket.setsockopt(zmq.IDENTITY, identity)
         self.socket.connect(address)
-        self.loads: list[ToldLoad] = []
+        self.loads: list[LoadReport] = []
         """Those that came with outputs."""
 
     def hello(self, connection: bytes = b"") -> list[bytes]:
@@ -83,7 +88,7 @@ class Client:
     def receive(self) -> list[bytes]:
         assert self.socket.poll(1000 * PATIENCE_S), "nothing came"
         first, *rest = self.socket.recv_multipart()
-        load = load_of(first)
+        load = read_load_report(first)
         if load is None or not rest:
             return [first, *rest]
         self.loads.append(load)
@@ -118,7 +123,7 @@ def until(condition: Any, within_s: float = PATIENCE_S) -> None:
         time.sleep(0.01)
 
 
-def test_front_ends_are_greeted_and_get_their_own(
+def test_clients_are_greeted_and_get_their_own(
     engine: Engine, context: zmq.Context[Any], address: str
 ) -> None:
     one, other = Client(context, address, b"one"), Client(context, address, b"other")
@@ -155,15 +160,15 @@ def test_outputs_bring_the_load_and_who_has_none_is_told_now_and_then(
         # The first load may come before the first output.
         while (received := busy.receive()) != [b"token"]:
             assert step == 1
-            assert load_of(received[0]) is not None
+            assert read_load_report(received[0]) is not None
         time.sleep(LOAD_PERIOD_S / 20)
     periods = (time.monotonic() - began) / LOAD_PERIOD_S
     assert [load.counted for load in busy.loads] == list(range(1, steps + 1))
     assert [load.running for load in busy.loads] == list(range(1, steps + 1))
-    told: list[ToldLoad] = []
+    told: list[LoadReport] = []
     while not told or told[-1].steps < steps:
         (frame,) = idle.receive()
-        load = load_of(frame)
+        load = read_load_report(frame)
         assert load is not None
         told.append(load)
     assert len(told) <= periods + 2

@@ -29,7 +29,7 @@ from loomserve.platform.engine.core.departures import asking
 from loomserve.platform.engine.core.network_sockets import NetworkSockets
 from loomserve.platform.engine.resumption.travelling import RESUMED
 from loomserve.platform.run.engine_address import EngineAddress
-from loomserve.platform.state.told_load import ToldLoad
+from loomserve.platform.state.load_report import LoadReport
 
 FACTS = EngineCoreReadyResponse(
     max_model_len=512, num_gpu_blocks=10, block_size=16, dp_stats_address=None, dtype="float32",
@@ -186,7 +186,7 @@ class PeerEngine:
     async def _send(self, outputs: EngineCoreOutputs, to: bytes | None = None) -> None:
         frames: Sequence[Any] = self._encoder.encode(outputs)
         if self.tells_load:
-            load = ToldLoad(self.steps, len(self.added), len(self.work), 5, 0.5)
+            load = LoadReport(self.steps, len(self.added), len(self.work), 5, 0.5)
             frames = [load.frame(), *frames]
         for identity in self._known if to is None else [to]:
             await self._output.send_multipart([identity, *frames])

@@ -19,8 +19,8 @@ from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
 from loomserve.platform.front_end.routing import RoutingRequest
+from loomserve.platform.state.load_report import LoadReport
 from loomserve.platform.state.roles import Role
-from loomserve.platform.state.told_load import ToldLoad
 from tests.unit.platform.front_end.engine.peer import PeerEngine
 from tests.waiting import PATIENCE_S
 
@@ -48,7 +48,7 @@ class Scene:
         self.folder = folder
         self.asked: list[RoutingRequest] = []
         self.left: list[tuple[RoutingRequest, str]] = []
-        self.loads: list[tuple[str, ToldLoad, float]] = []
+        self.loads: list[tuple[str, LoadReport, float]] = []
         self.failed: dict[str, Exception] = {}
         self.got: dict[str, list[int]] = {}
         self.told: dict[str, dict[str, Any]] = {}

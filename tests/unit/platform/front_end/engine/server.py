@@ -14,13 +14,13 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from vllm.exceptions import GracefulHTTPError
 
-from loomserve.deployments.gateway.answering import CollectedAnswer
 from loomserve.platform.base.errors import RequestError
 from loomserve.platform.config import Server as ServerConfig
 from loomserve.platform.front_end.engine.llm import FrontEndLLM
 from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
 from loomserve.platform.front_end.engine.serving import server_app, server_options
 from loomserve.platform.front_end.metrics import ContinuationMetrics
+from loomserve.platform.http.asgi import CollectedAnswer
 from loomserve.platform.models import simulated
 from loomserve.platform.requests.endpoints import ENDPOINTS
 from loomserve.platform.requests.engine_request import EngineRequest

@@ -20,7 +20,7 @@ from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.parser.parser_manager import ParserManager
 
-from loomserve.platform.front_end.engine.answers.tool_calls import tell_tool_calls
+from loomserve.platform.front_end.engine.answers.tool_calls import correct_tool_calls
 from loomserve.platform.models import simulated
 
 TOOL = {
@@ -60,7 +60,7 @@ def serving(kind: type[Any], parser: str | None = "hermes") -> Any:
         anthropic_serving_messages=made if kind is AnthropicServingMessages else None,
         openai_serving_responses=made if kind is OpenAIServingResponses else None,
     )
-    tell_tool_calls(state)
+    correct_tool_calls(state)
     assert isinstance(made, kind)
     return made
 

@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 
 from loomserve.platform.front_end.policy.continuation import (
     BLAMED,
+    Action,
     AnswerLimits,
     ContinuationBounds,
     Death,
     Ending,
-    Fate,
     Loss,
     ReplicaView,
     RequestView,
     ending,
-    fate,
     loss,
+    next_action,
     suspicions,
 )
 
 BOUNDS = ContinuationBounds()
-ENDS = {Fate.END_SUSPECT, Fate.END_STALLED, Fate.END_TOO_OFTEN, Fate.END_NO_REPLICA}
+ENDS = {Action.END_SUSPECT, Action.END_STALLED, Action.END_TOO_OFTEN, Action.END_NO_REPLICA}
 
 losses = st.sampled_from(Loss) | st.none()
 requests = st.builds(
@@ -66,48 +66,51 @@ def test_a_request_is_no_suspect_once_it_has_gone_past_the_end_of_that_engine() 
 
 def test_a_request_with_which_two_engines_ended_at_once_is_ended() -> None:
     once = RequestView(tokens=5, deaths=(Death(5),))
-    assert fate(once, Loss.GONE, others=True, now=0, bounds=BOUNDS) is Fate.GO_ON
+    assert next_action(once, Loss.GONE, others=True, now=0, bounds=BOUNDS) is Action.GO_ON
     twice = RequestView(tokens=7, deaths=(Death(5), Death(7)))
-    assert fate(twice, Loss.GONE, others=True, now=0, bounds=BOUNDS) is Fate.END_SUSPECT
+    assert next_action(twice, Loss.GONE, others=True, now=0, bounds=BOUNDS) is Action.END_SUSPECT
 
 
 def test_a_request_is_called_deadly_only_if_engines_have_ended() -> None:
     still, ended = Death(5, ended=False), Death(5)
     for deaths, expected in (
-        ((still,), Fate.GO_ON),
-        ((still, still), Fate.END_STALLED),
-        ((still, ended), Fate.END_STALLED),
-        ((ended, ended), Fate.END_SUSPECT),
+        ((still,), Action.GO_ON),
+        ((still, still), Action.END_STALLED),
+        ((still, ended), Action.END_STALLED),
+        ((ended, ended), Action.END_SUSPECT),
     ):
         request = RequestView(tokens=5, deaths=deaths)
-        assert fate(request, Loss.HUNG, others=True, now=0, bounds=BOUNDS) is expected
+        assert next_action(request, Loss.HUNG, others=True, now=0, bounds=BOUNDS) is expected
     line = RequestView(tokens=5, deaths=(still,), carried_on=False)
-    assert fate(line, Loss.HUNG, others=True, now=0, bounds=BOUNDS) is Fate.GO_ON
+    assert next_action(line, Loss.HUNG, others=True, now=0, bounds=BOUNDS) is Action.GO_ON
 
 
 def test_a_connection_that_is_cut_again_and_again_is_not_gone_on_with() -> None:
     request = RequestView(tokens=5, moves=3)
-    assert fate(request, Loss.CUT, others=True, now=0, bounds=BOUNDS) is Fate.GO_ON
+    assert next_action(request, Loss.CUT, others=True, now=0, bounds=BOUNDS) is Action.GO_ON
     again = replace(request, moves=4)
-    assert fate(again, Loss.CUT, others=True, now=0, bounds=BOUNDS) is Fate.END_TOO_OFTEN
+    assert next_action(again, Loss.CUT, others=True, now=0, bounds=BOUNDS) is Action.END_TOO_OFTEN
 
 
 def test_a_request_is_carried_over_three_ends_of_engines_and_not_over_four() -> None:
-    for deaths, expected in (((10, 20, 30), Fate.GO_ON), ((10, 20, 30, 40), Fate.END_TOO_OFTEN)):
+    for deaths, expected in (
+        ((10, 20, 30), Action.GO_ON),
+        ((10, 20, 30, 40), Action.END_TOO_OFTEN),
+    ):
         request = RequestView(tokens=deaths[-1], deaths=tuple(map(Death, deaths)))
-        assert fate(request, Loss.GONE, others=True, now=0, bounds=BOUNDS) is expected
+        assert next_action(request, Loss.GONE, others=True, now=0, bounds=BOUNDS) is expected
 
 
 def test_draining_is_never_too_often() -> None:
     request = RequestView(placed=True, tokens=100, deaths=tuple(map(Death, (10, 20, 30))), moves=50)
-    assert fate(request, Loss.DRAINED, others=True, now=0, bounds=BOUNDS) is Fate.GO_ON
+    assert next_action(request, Loss.DRAINED, others=True, now=0, bounds=BOUNDS) is Action.GO_ON
 
 
 def test_a_silent_replica_is_stayed_with_after_three_moves() -> None:
     request = RequestView(placed=True, moves=3)
-    assert fate(request, Loss.SILENT, others=True, now=0, bounds=BOUNDS) is Fate.WAIT
+    assert next_action(request, Loss.SILENT, others=True, now=0, bounds=BOUNDS) is Action.WAIT
     elsewhere = replace(request, placed=False)
-    assert fate(elsewhere, Loss.SILENT, others=True, now=0, bounds=BOUNDS) is Fate.GO_ON
+    assert next_action(elsewhere, Loss.SILENT, others=True, now=0, bounds=BOUNDS) is Action.GO_ON
 
 
 @given(requests, losses, st.booleans(), st.floats(100, 1000))
@@ -115,8 +118,8 @@ def test_no_request_waits_for_longer_than_it_may_unless_it_is_computed_meanwhile
     request: RequestView, lost: Loss | None, others: bool, now: float
 ) -> None:
     since = now if request.waiting_since is None else request.waiting_since
-    decided = fate(request, lost, others=others, now=now, bounds=BOUNDS)
-    if decided is Fate.WAIT and not (request.placed and lost not in (Loss.SILENT, Loss.HUNG)):
+    decided = next_action(request, lost, others=others, now=now, bounds=BOUNDS)
+    if decided is Action.WAIT and not (request.placed and lost not in (Loss.SILENT, Loss.HUNG)):
         patience_s = BOUNDS.begun_timeout_s if request.tokens else BOUNDS.reroute_timeout_s
         assert now - since < patience_s
 
@@ -124,22 +127,27 @@ def test_no_request_waits_for_longer_than_it_may_unless_it_is_computed_meanwhile
 def test_an_answer_that_has_begun_waits_for_longer() -> None:
     late = 1.0 + BOUNDS.reroute_timeout_s
     waiting = RequestView(waiting_since=0.0)
-    assert fate(waiting, None, others=False, now=late, bounds=BOUNDS) is Fate.END_NO_REPLICA
+    assert (
+        next_action(waiting, None, others=False, now=late, bounds=BOUNDS) is Action.END_NO_REPLICA
+    )
     begun = replace(waiting, tokens=1)
-    assert fate(begun, Loss.GONE, others=False, now=late, bounds=BOUNDS) is Fate.WAIT
+    assert next_action(begun, Loss.GONE, others=False, now=late, bounds=BOUNDS) is Action.WAIT
     late = 1.0 + BOUNDS.begun_timeout_s
-    assert fate(begun, Loss.GONE, others=False, now=late, bounds=BOUNDS) is Fate.END_NO_REPLICA
+    assert (
+        next_action(begun, Loss.GONE, others=False, now=late, bounds=BOUNDS)
+        is Action.END_NO_REPLICA
+    )
 
 
 @given(requests, losses, st.floats(0, 1000))
 def test_a_request_goes_on_only_if_there_is_where(
     request: RequestView, lost: Loss | None, now: float
 ) -> None:
-    alone = fate(request, lost, others=False, now=now, bounds=BOUNDS)
-    assert alone is not Fate.GO_ON
-    not_alone = fate(request, lost, others=True, now=now, bounds=BOUNDS)
-    assert not_alone in ENDS | {Fate.GO_ON, Fate.WAIT}
-    if alone in (Fate.END_SUSPECT, Fate.END_STALLED, Fate.END_TOO_OFTEN):
+    alone = next_action(request, lost, others=False, now=now, bounds=BOUNDS)
+    assert alone is not Action.GO_ON
+    not_alone = next_action(request, lost, others=True, now=now, bounds=BOUNDS)
+    assert not_alone in ENDS | {Action.GO_ON, Action.WAIT}
+    if alone in (Action.END_SUSPECT, Action.END_STALLED, Action.END_TOO_OFTEN):
         assert not_alone is alone, "another replica makes it no less suspect"
 
 
@@ -152,7 +160,7 @@ def test_a_request_can_end_four_engines_at_most_and_one_that_stands_still_two(
         tokens += more
         deaths.append(Death(tokens, given=more))
         request = RequestView(tokens=tokens, deaths=deaths)
-        if fate(request, lost, others=True, now=0, bounds=BOUNDS) is not Fate.GO_ON:
+        if next_action(request, lost, others=True, now=0, bounds=BOUNDS) is not Action.GO_ON:
             break
     assert len(deaths) <= BOUNDS.most_losses + 1
     if not any(gained):
@@ -164,18 +172,18 @@ def test_a_request_that_an_engine_had_answered_for_a_while_is_not_suspected_of_i
     assert not suspicions(bystander, BOUNDS)
     with_the_cause_again = replace(bystander, deaths=(*bystander.deaths, Death(40, given=0)))
     assert len(suspicions(with_the_cause_again, BOUNDS)) == 1
-    decided = fate(with_the_cause_again, Loss.GONE, others=True, now=0, bounds=BOUNDS)
-    assert decided is Fate.GO_ON
+    decided = next_action(with_the_cause_again, Loss.GONE, others=True, now=0, bounds=BOUNDS)
+    assert decided is Action.GO_ON
 
 
 def test_a_suspect_goes_back_to_who_tests_it_itself() -> None:
     suspect = RequestView(tokens=1, deaths=(Death(1),), carried_on=False)
-    assert fate(suspect, Loss.GONE, others=True, now=0, bounds=BOUNDS) is Fate.END_RETURNED
+    assert next_action(suspect, Loss.GONE, others=True, now=0, bounds=BOUNDS) is Action.END_RETURNED
     for harmless in (replace(suspect, tokens=20), replace(suspect, deaths=(Death(20, 20),))):
-        assert fate(harmless, Loss.GONE, others=True, now=0, bounds=BOUNDS) is Fate.GO_ON
-    assert fate(replace(suspect, deaths=()), Loss.DRAINED, others=True, now=0, bounds=BOUNDS) is (
-        Fate.GO_ON
-    )
+        assert next_action(harmless, Loss.GONE, others=True, now=0, bounds=BOUNDS) is Action.GO_ON
+    assert next_action(
+        replace(suspect, deaths=()), Loss.DRAINED, others=True, now=0, bounds=BOUNDS
+    ) is (Action.GO_ON)
 
 
 LIMITS = AnswerLimits(
@@ -230,10 +238,10 @@ def test_an_answer_that_cannot_be_resumed_goes_nowhere_else(
     request: RequestView, lost: Loss | None, others: bool
 ) -> None:
     bounds = replace(BOUNDS, resumes=False)
-    found = fate(request, lost, others=others, now=100, bounds=bounds)
+    found = next_action(request, lost, others=others, now=100, bounds=bounds)
     if not request.tokens:
-        assert found is fate(request, lost, others=others, now=100, bounds=BOUNDS)
+        assert found is next_action(request, lost, others=others, now=100, bounds=BOUNDS)
     elif request.placed:
-        assert found is not Fate.GO_ON
+        assert found is not Action.GO_ON
     else:
-        assert found in {*ENDS, Fate.END_RETURNED}
+        assert found in {*ENDS, Action.END_RETURNED}

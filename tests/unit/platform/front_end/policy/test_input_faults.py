@@ -12,7 +12,7 @@ from loomserve.platform.front_end.policy.input_faults import (
     InputFault,
     class_name,
     message,
-    told,
+    reported_faults,
 )
 
 ONE, OTHER = class_name(0), class_name(1)
@@ -24,7 +24,7 @@ def of_messages(item: Any, *faults: tuple[tuple[Any, ...], str, str]) -> list[tu
         InputFault(("messages", 0, *inner), kind, says)
         for inner, kind, says in faults
     ]  # fmt: skip
-    return [(one.param, one.says) for one in told(where, {"messages": [item]})]
+    return [(one.param, one.says) for one in reported_faults(where, {"messages": [item]})]
 
 
 def test_the_class_of_the_role_is_told_about_however_much_is_wrong_in_it() -> None:
@@ -64,7 +64,9 @@ def test_who_names_no_class_is_told_to() -> None:
 @pytest.mark.parametrize("many", [1, MOST_FAULTS, MOST_FAULTS + 2, 1000])
 def test_a_message_has_a_few_short_faults(many: int) -> None:
     body = {f"{number}{'k' * 30_000}": 1 for number in range(many)}
-    faults = told([InputFault((name,), "string_type", "x" * 30_000) for name in body], body)
+    faults = reported_faults(
+        [InputFault((name,), "string_type", "x" * 30_000) for name in body], body
+    )
     text = message(faults)
     assert len(faults) == many
     assert len(text) <= MOST_FAULTS * (MOST_CHARACTERS + 2) + 20

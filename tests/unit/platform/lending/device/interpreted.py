@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from triton.runtime.interpreter import InterpretedFunction
 
-from benchmarks.gpu.host import HostMemory
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.lending.cuda.kernel import INTERPRETED
+from loomserve.platform.lending.device.host import HostMemory
 from loomserve.platform.lending.device.server import kernel_leaf
 from loomserve.platform.lending.engine.attention import LendingContext
 from loomserve.platform.lending.engine.block_partitions import Partitions

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from benchmarks.gpu.host import HostPages
+from loomserve.platform.lending.device.host import HostPages
 from loomserve.platform.lending.engine.gpu_worker import (
     LAYOUTS,
     RemoteAttentionGpuModelRunner,

@@ -19,7 +19,7 @@ from loomserve.platform.requests.policy.grammars import (
     MOST_PATTERN_CHARACTERS,
     MOST_TOOL_CHARACTERS,
     check_grammars,
-    json_size,
+    measured,
 )
 
 PLACES: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
@@ -222,17 +222,9 @@ def test_all_tools_are_bounded_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "characters", "depth"),
-    [("abc", 5, 0), ([], 2, 1), ({"a": "b"}, 10, 1), ([[["x"]]], 15, 3), (10**4000, 8, 0)],
+    ("value", "characters", "objects"),
+    [("abc", 5, 0), ([], 2, 0), ({"a": "b"}, 10, 1), ([[["x"]]], 15, 0), (10**4000, 8, 0)],
 )
-def test_the_size_of_a_value(value: Any, characters: int, depth: int) -> None:
-    assert json_size(value, most_characters=100, most_depth=100)[:2] == (characters, depth)
-
-
-def test_a_value_beyond_a_bound_is_not_looked_at_whole() -> None:
-    # Each of the numbers would count for eight more.
-    wide = json_size([0] * 1000, most_characters=1999, most_depth=9)
-    assert 2000 <= wide.characters < 2100
-    deep = json_size([[[[[0] * 1000]]]], most_characters=10_000, most_depth=3)
-    assert deep.depth == 4
-    assert deep.characters < 100
+def test_the_size_of_a_value(value: Any, characters: int, objects: int) -> None:
+    found, inner = measured(value, "schema")
+    assert (found, len(inner)) == (characters, objects)

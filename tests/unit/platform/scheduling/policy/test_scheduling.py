@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +14,15 @@ from loomserve.platform.scheduling.policy.admission import (
     start,
 )
 from loomserve.platform.scheduling.policy.preemption import PREEMPTIONS, PreemptionMode, Victim
-from loomserve.platform.scheduling.policy.queue import QUEUES, Priority, QueuedRequest, fair
+from loomserve.platform.scheduling.policy.queue import QueuedRequest
+from loomserve.platform.scheduling.queue_orders.deadline import Deadline
+from loomserve.platform.scheduling.queue_orders.fair import Fair
+from loomserve.platform.scheduling.queue_orders.fcfs import Fcfs
+from loomserve.platform.scheduling.queue_orders.sjf import Sjf
 
+ORDERS = {"fair": Fair, "fcfs": Fcfs, "deadline": Deadline, "sjf": Sjf}
+QUEUES = {name: order(order.Options()).priority for name, order in ORDERS.items()}
+fair = QUEUES["fair"]
 BASE = QueuedRequest(arrived_s=100.0, tokens=50, left=20)
 
 requests = st.builds(
@@ -53,7 +62,7 @@ def test_priorities_are_those_of_the_formulas(
 @pytest.mark.parametrize("queue", [fair, QUEUES["fcfs"], QUEUES["deadline"]])
 @given(long=requests, now=st.floats(0, 1e4))
 def test_whoever_waits_is_served_before_all_that_come_much_later(
-    queue: Priority, long: QueuedRequest, now: float
+    queue: Callable[[QueuedRequest, float], float], long: QueuedRequest, now: float
 ) -> None:
     # As long as the new one's own waiting is bounded, by ten seconds here.
     waited = now + 10.0 * (1 + long.tokens) * 100 + 1_000

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks.gpu.host import HostPages
+from loomserve.platform.lending.device.host import HostPages
 from loomserve.platform.lending.engine.memory.paged import PagedMemory
 
 PAGE = mmap.PAGESIZE

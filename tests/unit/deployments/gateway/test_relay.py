@@ -14,12 +14,12 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
-from loomserve.deployments.gateway.front_end_answer import answer
+from loomserve.deployments.gateway.dispatch import ModelRequest
+from loomserve.deployments.gateway.relay import relay
 from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.platform.base.errors import EngineGone, InternalError, TooManyRequests, Unavailable
 from loomserve.platform.front_end.routing import RoutingRequest
-from loomserve.platform.http.asgi import ClientGoneError
+from loomserve.platform.http.asgi import ClientGoneError, CollectedAnswer, never_gone
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 
@@ -42,7 +42,7 @@ class Asked:
 
     def __init__(self, path: str = "/v1/completions") -> None:
         content = EngineRequest(path, json.loads(BODY), BODY)
-        self.context = AnswerContext(request=ForwardRequest("m", content, "id-1"))
+        self.context = AnswerContext(request=ModelRequest("m", content, "id-1"))
         self.receive: Receive = never_gone
         self.collected = CollectedAnswer()
         self.registry = CollectorRegistry()
@@ -50,7 +50,7 @@ class Asked:
         self.metrics.set_models({"m": ["r1"]})
 
     async def by(self, app: App, idle_timeout_s: float = 60) -> tuple[int, bytes]:
-        await answer(
+        await relay(
             *(app, self.context, self.receive, self.collected.send, self.metrics),
             idle_timeout_s=idle_timeout_s,
         )
@@ -284,7 +284,7 @@ async def test_a_client_that_is_behind_is_no_standstill() -> None:
         yield b"data: 1\n\n"
 
     app = StreamingResponse(events(), media_type="text/event-stream")
-    await answer(app, asked.context, asked.receive, slow, asked.metrics, idle_timeout_s=0.2)
+    await relay(app, asked.context, asked.receive, slow, asked.metrics, idle_timeout_s=0.2)
     assert bytes(asked.collected.body) == b"data: 1\n\n"
 
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from loomserve.platform.engine.core.addresses import DEAD
-from loomserve.platform.engine.core.front_ends import NOBODY, FrontEnds, Heard
+from loomserve.platform.engine.core.engine_clients import NOBODY, EngineClients, Heard
 from loomserve.platform.run.engine_address import EngineAddress
 
 
-def test_an_index_is_given_once_and_leads_back_to_its_front_end() -> None:
-    known = FrontEnds(silence_s=5)
+def test_an_index_is_given_once_and_leads_back_to_its_client() -> None:
+    known = EngineClients(silence_s=5)
     assert known.hello(b"a", b"", 0) == Heard(first=True)
     assert known.hello(b"b", b"", 0) == Heard(first=True)
     first, second = known.index_of(b"a"), known.index_of(b"b")
@@ -29,7 +29,7 @@ def test_an_index_is_given_once_and_leads_back_to_its_front_end() -> None:
 
 
 def test_who_comes_back_on_other_sockets_begins_anew() -> None:
-    known = FrontEnds(silence_s=5)
+    known = EngineClients(silence_s=5)
     known.hello(b"a", b"1", 0)
     index = known.index_of(b"a")
     assert known.hello(b"a", b"1", 1) == Heard(first=False)
@@ -39,7 +39,7 @@ def test_who_comes_back_on_other_sockets_begins_anew() -> None:
 
 
 def test_silence_is_told_after_its_time_and_not_while_nobody_listened() -> None:
-    known = FrontEnds(silence_s=5)
+    known = EngineClients(silence_s=5)
     known.hello(b"a", b"", 0)
     known.hello(b"b", b"", 3)
     assert known.silent(5) == []
@@ -51,7 +51,7 @@ def test_silence_is_told_after_its_time_and_not_while_nobody_listened() -> None:
 
 
 def test_who_is_quiet_is_probed_once_a_period() -> None:
-    known = FrontEnds(silence_s=60)
+    known = EngineClients(silence_s=60)
     known.hello(b"a", b"", 0)
     known.hello(b"b", b"", 3)
     assert known.probe(5, 5) == []
@@ -63,8 +63,8 @@ def test_who_is_quiet_is_probed_once_a_period() -> None:
     assert known.probe(17, 5) == [b"a"]
 
 
-def test_what_concerns_no_front_end_goes_to_the_one_that_is_there_longest() -> None:
-    known = FrontEnds(silence_s=5)
+def test_what_concerns_no_client_goes_to_the_one_that_is_there_longest() -> None:
+    known = EngineClients(silence_s=5)
     assert known.identity_of(NOBODY) is None
     known.hello(b"a", b"", 0)
     known.hello(b"b", b"", 0)

@@ -1,4 +1,4 @@
-"""A request's stays with replicas, each a span of its HTTP request's trace."""
+"""The spans of a request in its HTTP request's trace, one a replica that had it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ ABORTED = "aborted"
 """Why a request leaves a replica, beside losses."""
 
 
-class Stays:
+class RequestSpans:
     """The spans of one sequence: where it was, for what, and why it left."""
 
-    __slots__ = ("_left", "_request_id", "_stay", "_trace", "_was_with")
+    __slots__ = ("_left", "_request_id", "_span", "_trace", "_was_with")
 
     def __init__(self, trace: RequestTrace, request_id: str) -> None:
         """``request_id``: one for each of several answers to one prompt."""
         self._trace, self._request_id = trace, request_id
-        self._stay: Span | None = None
+        self._span: Span | None = None
         self._was_with = self._left = ""
 
     def begin(self, replica_id: str, *, prompt_only: bool, attempt: int) -> None:
@@ -33,16 +33,16 @@ class Stays:
             attributes["loomserve.why"] = self._left
             what = "hand_off" if self._handed_over else "continuation"
             self._trace.event(what, {**attributes, "loomserve.to": replica_id})
-        self._stay = self._trace.begin(name, attributes)
+        self._span = self._trace.begin(name, attributes)
         self._was_with = replica_id
 
     def end(self, why: str, tokens: int) -> None:
         """Leave the replica, if it is with one; ``tokens``: of its answer so far."""
-        if self._stay is None:
+        if self._span is None:
             return
-        self._stay.set_attributes({"loomserve.left": why, "loomserve.tokens": tokens})
-        self._stay.end()
-        self._stay, self._left = None, why
+        self._span.set_attributes({"loomserve.left": why, "loomserve.tokens": tokens})
+        self._span.end()
+        self._span, self._left = None, why
 
     @property
     def _handed_over(self) -> bool:

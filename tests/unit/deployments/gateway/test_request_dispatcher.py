@@ -1,4 +1,4 @@
-"""Requests for a model that is not ready, at the gateway's front ends."""
+"""Requests for a model that is not ready, at the gateway's dispatcher."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.types import Message
 
-from loomserve.deployments.gateway.answering import ForwardRequest, never_gone
-from loomserve.deployments.gateway.front_ends import ModelFrontEnds
+from loomserve.deployments.gateway.dispatch import ModelRequest
+from loomserve.deployments.gateway.request_dispatcher import RequestDispatcher
 from loomserve.platform.base.errors import Unavailable, UnknownModel
 from loomserve.platform.config import Elastic
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.front_end.engine.serving import ModelServing
+from loomserve.platform.http.asgi import never_gone
 from loomserve.platform.http.held_answer import COMMENT
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -31,9 +32,9 @@ ROUTE = ModelRoute(
 TALKATIVE = Elastic(comment_s=0.01)
 
 
-def request(*, stream: bool) -> ForwardRequest:
+def request(*, stream: bool) -> ModelRequest:
     fields = {"model": "m", "prompt": "x", "stream": stream}
-    return ForwardRequest("m", EngineRequest.of_fields("/v1/completions", fields), "r1")
+    return ModelRequest("m", EngineRequest.of_fields("/v1/completions", fields), "r1")
 
 
 class Controller:
@@ -47,7 +48,7 @@ class Controller:
             raise self.refusal
 
 
-Scenario = Callable[[ModelFrontEnds, Controller, list[Message]], Awaitable[None]]
+Scenario = Callable[[RequestDispatcher, Controller, list[Message]], Awaitable[None]]
 
 
 def run(scenario: Scenario, elastic: Elastic = TALKATIVE) -> list[Message]:
@@ -55,25 +56,25 @@ def run(scenario: Scenario, elastic: Elastic = TALKATIVE) -> list[Message]:
 
     async def main() -> None:
         registry, controller = CollectorRegistry(), Controller()
-        front_ends = ModelFrontEnds(
+        dispatcher = RequestDispatcher(
             *("token", GatewayMetrics(registry), registry),
             idle_timeout_s=60,
             ask_for=controller,
             elastic=elastic,
         )
-        front_ends.set_models([ROUTE])
+        dispatcher.set_models([ROUTE])
         try:
             async with asyncio.timeout(PATIENCE_S):
-                await scenario(front_ends, controller, messages)
+                await scenario(dispatcher, controller, messages)
         finally:
-            await front_ends.close()
+            await dispatcher.close()
 
     asyncio.run(main())
     return messages
 
 
-def forwarded(
-    front_ends: ModelFrontEnds,
+def dispatched(
+    dispatcher: RequestDispatcher,
     messages: list[Message],
     *,
     stream: bool,
@@ -82,17 +83,17 @@ def forwarded(
     async def send(message: Message) -> None:
         messages.append(message)
 
-    return asyncio.create_task(front_ends.forward(request(stream=stream), receive, send))
+    return asyncio.create_task(dispatcher.dispatch(request(stream=stream), receive, send))
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_is_refused_before_anything_was_said_is_an_error_of_its_own(stream: bool) -> None:
     async def scenario(
-        front_ends: ModelFrontEnds, controller: Controller, messages: list[Message]
+        dispatcher: RequestDispatcher, controller: Controller, messages: list[Message]
     ) -> None:
         controller.refusal = Unavailable("no room", reason="no_room", retry_after_s=5)
         with pytest.raises(Unavailable, match="no room"):
-            await forwarded(front_ends, messages, stream=stream)
+            await dispatched(dispatcher, messages, stream=stream)
 
     assert run(scenario) == []
 
@@ -100,11 +101,11 @@ def test_what_is_refused_before_anything_was_said_is_an_error_of_its_own(stream:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_stream_hears_comments_and_what_is_no_stream_nothing(stream: bool) -> None:
     async def scenario(
-        front_ends: ModelFrontEnds, controller: Controller, messages: list[Message]
+        dispatcher: RequestDispatcher, controller: Controller, messages: list[Message]
     ) -> None:
-        waiting = forwarded(front_ends, messages, stream=stream)
+        waiting = dispatched(dispatcher, messages, stream=stream)
         await asyncio.sleep(0.1)
-        front_ends.set_models([])
+        dispatcher.set_models([])
         with pytest.raises(UnknownModel, match="was unloaded"):
             await waiting
         assert controller.asked == ["m"]
@@ -126,12 +127,12 @@ def test_who_has_come_to_a_model_that_is_there_waits_for_it_no_shorter(
     patient = Elastic(wait_timeout_s=0.5)
 
     async def scenario(
-        front_ends: ModelFrontEnds, controller: Controller, messages: list[Message]
+        dispatcher: RequestDispatcher, controller: Controller, messages: list[Message]
     ) -> None:
         ready = {"status": ModelStatus.READY, "front_end": FRONT_END}
-        front_ends.set_models([ROUTE.model_copy(update=ready)])
-        assert front_ends._bounds.reroute_timeout_s == patient.wait_timeout_s
-        waiting = forwarded(front_ends, messages, stream=False)
+        dispatcher.set_models([ROUTE.model_copy(update=ready)])
+        assert dispatcher._bounds.reroute_timeout_s == patient.wait_timeout_s
+        waiting = dispatched(dispatcher, messages, stream=False)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(waiting), patient.wait_timeout_s / 2)
         with pytest.raises(Unavailable, match="not set up yet"):
@@ -142,7 +143,7 @@ def test_who_has_come_to_a_model_that_is_there_waits_for_it_no_shorter(
 
 def test_a_client_that_leaves_while_it_waits_is_let_go() -> None:
     async def scenario(
-        front_ends: ModelFrontEnds, controller: Controller, messages: list[Message]
+        dispatcher: RequestDispatcher, controller: Controller, messages: list[Message]
     ) -> None:
         gone = asyncio.Event()
 
@@ -150,11 +151,11 @@ def test_a_client_that_leaves_while_it_waits_is_let_go() -> None:
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        waiting = forwarded(front_ends, messages, stream=False, receive=receive)
+        waiting = dispatched(dispatcher, messages, stream=False, receive=receive)
         await asyncio.sleep(0.05)
-        assert front_ends._room.waiting("m") == 1
+        assert dispatcher._cold_starts.waiting("m") == 1
         gone.set()
         await waiting
-        assert front_ends._room.waiting("m") == 0
+        assert dispatcher._cold_starts.waiting("m") == 0
 
     assert run(scenario) == []

@@ -1,4 +1,4 @@
-"""Front ends of an engine, by identity and by index; pure, seconds of one clock."""
+"""Engine clients, such as front ends, by identity and by index; pure, seconds of one clock."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 NOBODY = 0
-"""vLLM's index for statistics of a step in which no front end has an output."""
+"""vLLM's index for statistics of a step in which no client has an output."""
 
 
 @dataclass
-class _FrontEnd:
+class _EngineClient:
     index: int
     connection: bytes
     heard_at: float
-    told_at: float = -math.inf
-    told: int = 0
+    sent_at: float = -math.inf
+    sent: int = 0
     probed_at: float = -math.inf
 
 
 @dataclass(frozen=True)
 class Heard:
-    """What a ``HELLO`` was: a front end's ``first``, or one more.
+    """What a ``HELLO`` was: a client's ``first``, or one more.
 
     ``replaced`` is the index of its earlier connection, whose requests nobody awaits.
     """
@@ -31,16 +31,16 @@ class Heard:
     replaced: int | None = None
 
 
-class FrontEnds:
-    """Registry of front ends. An index is given once, so that late outputs reach nobody.
+class EngineClients:
+    """Registry of clients. An index is given once, so that late outputs reach nobody.
 
     One thread changes it; ``index_of`` may be asked by another.
     """
 
     def __init__(self, silence_s: float) -> None:
-        """Without a ``HELLO`` for ``silence_s``, a front end is gone."""
+        """Without a ``HELLO`` for ``silence_s``, a client is gone."""
         self._silence_s = silence_s
-        self._known: dict[bytes, _FrontEnd] = {}
+        self._known: dict[bytes, _EngineClient] = {}
         self._identities: dict[int, bytes] = {}
         self._last_index = NOBODY
 
@@ -53,11 +53,11 @@ class FrontEnds:
         replaced = self.retire(identity)
         self._last_index += 1
         self._identities[self._last_index] = identity
-        self._known[identity] = _FrontEnd(self._last_index, connection, now)
+        self._known[identity] = _EngineClient(self._last_index, connection, now)
         return Heard(first=True, replaced=replaced)
 
     def retire(self, identity: bytes) -> int | None:
-        """Forget a front end; returns the index that it had, None if it is not known."""
+        """Forget a client; returns the index that it had, None if it is not known."""
         known = self._known.pop(identity, None)
         if known is None:
             return None
@@ -72,7 +72,7 @@ class FrontEnds:
         ]
 
     def probe(self, now: float, period_s: float) -> list[bytes]:
-        """Front ends that have neither been heard nor probed for ``period_s``, and now are.
+        """Clients that have neither been heard nor probed for ``period_s``, and now are.
 
         What waits for one that reads nothing stays short, so that its next ``HELLO`` is answered.
         """
@@ -85,18 +85,18 @@ class FrontEnds:
             known.probed_at = now
         return [identity for identity, _ in quiet]
 
-    def told(self, identity: bytes, version: int, now: float) -> None:
-        """Note that a front end knows this version of the engine's load."""
+    def sent(self, identity: bytes, version: int, now: float) -> None:
+        """Note that a client was sent this version of the engine's load."""
         known = self._known.get(identity)
         if known is not None:
-            known.told, known.told_at = version, now
+            known.sent, known.sent_at = version, now
 
-    def untold(self, version: int, now: float, period_s: float) -> list[bytes]:
-        """Front ends that have not been told of this version, nor of any for ``period_s``."""
+    def unsent(self, version: int, now: float, period_s: float) -> list[bytes]:
+        """Clients that were not sent this version, nor any for ``period_s``."""
         return [
             identity
             for identity, known in self._known.items()
-            if known.told != version and now - known.told_at >= period_s
+            if known.sent != version and now - known.sent_at >= period_s
         ]
 
     def excuse(self, now: float) -> None:

@@ -1,8 +1,8 @@
-"""An engine's load as front ends are told of it: with each of their outputs, and by itself.
+"""Load report that an engine pushes to its clients: with each batch of outputs, or alone.
 
-A frame of its own, before those of vLLM's outputs or alone. It counts the requests of all front
-ends, and says how many of the receiver's are among them, so that nobody counts its own twice and
-no clock is read.
+A frame of its own, before those of vLLM's outputs or alone. It counts the requests of all clients,
+and says how many of the receiver's are among them, so that nobody counts its own twice and no clock
+is read.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import NamedTuple
 LOAD = b"LOAD"
 """How the frame begins; vLLM's own begin with a byte of msgpack that none of these is."""
 LOAD_PERIOD_S = 0.05
-"""A front end without outputs is told no more often than that."""
+"""A client without outputs gets reports no more often than that."""
 
 _FRAME = struct.Struct("!4sQQIId")
 
 
-class ToldLoad(NamedTuple):
+class LoadReport(NamedTuple):
     """An engine's load after a step."""
 
     steps: int
@@ -36,15 +36,15 @@ class ToldLoad(NamedTuple):
         return _FRAME.pack(LOAD, *self)
 
 
-def load_of(frame: bytes | memoryview) -> ToldLoad | None:
+def read_load_report(frame: bytes | memoryview) -> LoadReport | None:
     """What a frame says; None: it is no load."""
     if len(frame) != _FRAME.size or frame[:4] != LOAD:
         return None
-    return ToldLoad(*_FRAME.unpack(frame)[1:])
+    return LoadReport(*_FRAME.unpack(frame)[1:])
 
 
 class LoadBook:
-    """What an engine tells of its load. The engine's thread writes; any may ask for a frame."""
+    """An engine's load reports. The engine's thread writes; any may ask for a frame."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -54,17 +54,17 @@ class LoadBook:
         self._last: tuple[int, int, int, float] = (0, 0, 0, 0.0)
         self._counted: dict[int, int] = {}
 
-    def took(self, front_end: int) -> None:
-        """A request of the front end with this index is in the scheduler."""
-        self._taken[front_end] += 1
+    def took(self, client: int) -> None:
+        """A request of the client with this index is in the scheduler."""
+        self._taken[client] += 1
 
-    def refused(self, front_end: int) -> None:
+    def refused(self, client: int) -> None:
         """One never comes there; told by the thread that receives."""
-        self._refused[front_end] += 1
+        self._refused[client] += 1
 
-    def gone(self, front_end: int) -> None:
-        self._taken.pop(front_end, None)
-        self._refused.pop(front_end, None)
+    def gone(self, client: int) -> None:
+        self._taken.pop(client, None)
+        self._refused.pop(client, None)
 
     def measured(self, steps: int, running: int, waiting: int, kv_usage: float) -> None:
         """Take in the load after a step, or after requests have left."""
@@ -72,8 +72,8 @@ class LoadBook:
         self._last = steps, running, waiting, kv_usage
         self.version += 1
 
-    def frame(self, front_end: int) -> bytes:
-        """The last load, for the front end with this index."""
+    def frame(self, client: int) -> bytes:
+        """The last load, for the client with this index."""
         steps, *load = self._last
-        counted = self._counted.get(front_end, 0) + self._refused.get(front_end, 0)
+        counted = self._counted.get(client, 0) + self._refused.get(client, 0)
         return _FRAME.pack(LOAD, steps, counted, *load)

@@ -1,4 +1,4 @@
-"""One engine's process, and front ends that come, go, fall silent and do not read."""
+"""One engine's process, and clients that come, go, fall silent and do not read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 from loomserve.platform.state.lending_options import LENDING_CONFIG
 from tests.integration.served_engine import (
-    BareFrontEnd,
+    BareClient,
     ServedEngine,
     answers,
     connected,
@@ -42,11 +42,11 @@ def open_requests(engine: ServedEngine) -> int:
     return load.running + load.waiting
 
 
-def endless(front_end: BareFrontEnd, **params: object) -> str:
-    return front_end.add(PROMPT, max_tokens=400, ignore_eos=True, **params)
+def endless(client: BareClient, **params: object) -> str:
+    return client.add(PROMPT, max_tokens=400, ignore_eos=True, **params)
 
 
-def test_two_front_ends_get_each_their_own(served_engine: ServedEngine) -> None:
+def test_two_gateways_get_each_their_own(served_engine: ServedEngine) -> None:
     with connected(served_engine.address) as one, connected(served_engine.address) as other:
         names = one.add(PROMPT), other.add(PROMPT[1:])
         pump_until(
@@ -103,7 +103,7 @@ def test_each_hears_of_the_others_requests_within_a_step(served_engine: ServedEn
         assert idle.loads[-1][1].kv_usage == 0
 
 
-def test_a_silent_front_ends_requests_end_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_silent_clients_requests_end_and_the_others_go_on(tmp_path: Path) -> None:
     start = engine_start(str(catalog.resolve("demo", tmp_path)), tmp_path, SILENCE_S)
     with (
         served(start) as engine,
@@ -128,7 +128,7 @@ def test_a_silent_front_ends_requests_end_and_the_others_go_on(tmp_path: Path) -
         assert len(answers(silent, [silent.add(PROMPT, max_tokens=4)])[0].tokens) == 4
 
 
-def test_a_front_end_that_comes_back_has_nothing_left(served_engine: ServedEngine) -> None:
+def test_a_client_that_comes_back_has_nothing_left(served_engine: ServedEngine) -> None:
     with connected(served_engine.address, identity=b"comes back") as first:
         endless(first)
         pump_until(lambda: all(each.tokens for each in first.streams.values()), first)
@@ -137,7 +137,7 @@ def test_a_front_end_that_comes_back_has_nothing_left(served_engine: ServedEngin
         assert len(answers(again, [again.add(PROMPT, max_tokens=8)])[0].tokens) == 8
 
 
-def test_a_front_end_that_is_gone_leaves_no_request(served_engine: ServedEngine) -> None:
+def test_a_client_that_is_gone_leaves_no_request(served_engine: ServedEngine) -> None:
     with connected(served_engine.address) as other:
         with connected(served_engine.address) as gone:
             endless(gone)
@@ -145,7 +145,7 @@ def test_a_front_end_that_is_gone_leaves_no_request(served_engine: ServedEngine)
         pump_until(lambda: open_requests(served_engine) == 0, other, within_s=2)
 
 
-def test_a_front_end_that_does_not_read_stops_nobody(served_engine: ServedEngine) -> None:
+def test_a_client_that_does_not_read_stops_nobody(served_engine: ServedEngine) -> None:
     with connected(served_engine.address) as other:
         # The first step with log probabilities takes seconds on a busy machine.
         answers(other, [other.add(PROMPT, max_tokens=2, logprobs=20)])
@@ -174,7 +174,7 @@ def test_a_front_end_that_does_not_read_stops_nobody(served_engine: ServedEngine
 
 
 def test_what_is_no_request_harms_nobody(served_engine: ServedEngine) -> None:
-    with connected(served_engine.address) as front_end:
+    with connected(served_engine.address) as client:
         for frames in (
             [b"\x00", b"nonsense"],
             [b"\x04", b""],
@@ -182,22 +182,22 @@ def test_what_is_no_request_harms_nobody(served_engine: ServedEngine) -> None:
             [b"\x03", b"\xc1"],
             [b""],
         ):
-            front_end.input.send_multipart(frames)
-        assert len(answers(front_end, [front_end.add(PROMPT, max_tokens=4)])[0].tokens) == 4
+            client.input.send_multipart(frames)
+        assert len(answers(client, [client.add(PROMPT, max_tokens=4)])[0].tokens) == 4
 
 
 def test_the_replica_is_told_the_load_and_may_call(served_engine: ServedEngine) -> None:
     host = served_engine.host
-    with connected(served_engine.address) as front_end:
-        names = [endless(front_end) for _ in range(3)]
-        pump_until(lambda: all(front_end.streams[name].tokens for name in names), front_end)
+    with connected(served_engine.address) as client:
+        names = [endless(client) for _ in range(3)]
+        pump_until(lambda: all(client.streams[name].tokens for name in names), client)
         load = served_engine.run(host.stats(timeout_s=5))
         assert load.running == 3
         assert load.kv_cache_usage > 0
         assert load.step_time_s > 0
-        front_end.abort(*names)
-        pump_until(lambda: open_requests(served_engine) == 0, front_end)
-        answers(front_end, [front_end.add(PROMPT, max_tokens=8, ignore_eos=True)])
+        client.abort(*names)
+        pump_until(lambda: open_requests(served_engine) == 0, client)
+        answers(client, [client.add(PROMPT, max_tokens=8, ignore_eos=True)])
         load = served_engine.run(host.stats(timeout_s=5))
         assert load.pace is not None
         assert load.work.tokens > 3 * len(PROMPT)
@@ -222,7 +222,7 @@ def test_the_replica_opens_loans_where_worker_and_scheduler_share_a_process(
             LENDING_CONFIG: {"borrow_bytes": 64 * EXACT_BLOCK_BYTES},
         },
     )
-    with served(start) as engine, connected(engine.address) as front_end:
+    with served(start) as engine, connected(engine.address) as client:
 
         def ask(method: str, *args: object) -> Any:
             (answer,) = engine.run(
@@ -234,7 +234,7 @@ def test_the_replica_opens_loans_where_worker_and_scheduler_share_a_process(
         assert ask("lent_state") == []
         with pytest.raises(ValueError, match="there is no call 'nonsense'"):
             ask("nonsense")
-        assert len(answers(front_end, [front_end.add(PROMPT, max_tokens=8)])[0].tokens) == 8
+        assert len(answers(client, [client.add(PROMPT, max_tokens=8)])[0].tokens) == 8
 
 
 def test_an_engine_that_cannot_start_says_why_in_a_sentence(tmp_path: Path) -> None:
@@ -245,19 +245,19 @@ def test_an_engine_that_cannot_start_says_why_in_a_sentence(tmp_path: Path) -> N
     assert "\n" not in str(raised.value)
 
 
-def test_front_ends_and_the_replica_learn_how_an_engine_ends(
+def test_clients_and_the_replica_learn_how_an_engine_ends(
     tmp_path: Path, served_engine: ServedEngine
 ) -> None:
     model = str(catalog.resolve("demo", tmp_path))
     start = engine_start(model, tmp_path)
     host = served_engine.run(EngineHost.start(start, environment(), 120))
-    with connected(start.address) as front_end:
-        endless(front_end)
-        pump_until(lambda: all(each.tokens for each in front_end.streams.values()), front_end)
+    with connected(start.address) as client:
+        endless(client)
+        pump_until(lambda: all(each.tokens for each in client.streams.values()), client)
         began = time.monotonic()
         served_engine.run(host.stop(1.4 * PATIENCE_S))
         assert time.monotonic() - began < PATIENCE_S
-        pump_until(lambda: front_end.dead, front_end, within_s=2)
+        pump_until(lambda: client.dead, client, within_s=2)
     assert not host.alive
     assert not list(tmp_path.glob("core-*"))
 

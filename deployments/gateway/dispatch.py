@@ -1,21 +1,21 @@
-"""Interface between the gateway's endpoints and what has engines answer their requests."""
+"""Interface between the gateway's endpoints and the dispatcher of requests to models."""
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
-from starlette.types import Message, Receive, Send
+from starlette.types import Receive, Send
 
+from loomserve.platform.http.asgi import CollectedAnswer, never_gone
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.usage import RequestUsage
 from loomserve.platform.tracing import RequestTrace
 
 
 @dataclass(frozen=True)
-class ForwardRequest:
-    """A request to an engine of ``model``, and what its routing depends on."""
+class ModelRequest:
+    """A request to ``model``, checked, and what its routing depends on."""
 
     model: str
     content: EngineRequest
@@ -35,7 +35,7 @@ class ForwardRequest:
     usage: RequestUsage = field(default_factory=RequestUsage)
     """Whoever answers it adds up here what engines computed."""
     trace: RequestTrace | None = None
-    """What becomes of it is told there, if it is recorded; None: it has no trace."""
+    """Its outcome goes there, if it is recorded; None: it has no trace."""
 
     @property
     def recorded(self) -> RequestTrace | None:
@@ -43,35 +43,17 @@ class ForwardRequest:
         return self.trace if self.trace is not None and self.trace.recorded else None
 
 
-class CollectedAnswer:
-    """A ``send`` that keeps the whole answer, for a request of the platform's own."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.body = bytearray()
-
-    async def send(self, message: Message) -> None:
-        self.status = message.get("status", self.status)
-        self.body += message.get("body", b"")
-
-
-async def never_gone() -> Message:
-    """A ``receive`` of a client that stays: the caller cancels instead."""
-    never: Message = await asyncio.get_running_loop().create_future()
-    return never
-
-
-class Answering(ABC):
-    """Has engines answer requests."""
+class Dispatching(ABC):
+    """Has models answer requests."""
 
     @abstractmethod
-    async def forward(self, request: ForwardRequest, receive: Receive, send: Send) -> None:
+    async def dispatch(self, request: ModelRequest, receive: Receive, send: Send) -> None:
         """Answer the request, or stop once the client is gone; RequestError: there is no answer."""
 
     async def collect(
-        self, request: ForwardRequest, receive: Receive = never_gone
+        self, request: ModelRequest, receive: Receive = never_gone
     ) -> tuple[int, bytes]:
-        """Status and body of the answer to a request of the platform's own; raises as forward."""
+        """Status and body of the answer to a request of the platform's own; raises as dispatch."""
         collected = CollectedAnswer()
-        await self.forward(request, receive, collected.send)
+        await self.dispatch(request, receive, collected.send)
         return collected.status, bytes(collected.body)

@@ -1,7 +1,6 @@
-"""One request, answered by a front end in the gateway's own process.
+"""Relays a front end's answer to the client: successes as they are, errors in OpenAI's shape.
 
-The front end is an ASGI application. What it answers goes on to the client as what a replica
-answers does: successes as they are, errors in OpenAI's shape.
+The front end is an ASGI application in the gateway's own process.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.platform.base.errors import RequestError
+from loomserve.platform.front_end.routing import routing_context
 from loomserve.platform.http.asgi import ClientGoneError, disconnected, own_post
 from loomserve.platform.http.engine_errors import (
     MOST_ERROR_BYTES,
@@ -31,11 +31,11 @@ _log = logging.getLogger("ray.serve")
 _EVENTS = b"text/event-stream"
 # How long vLLM may take to give up a request that nobody waits for.
 _ABORT_TIMEOUT_S = 2.0
-# Within the limit; an answer that stands still ends so much of the limit later at most.
-_LOOKS = 8
+# Within the limit; an answer that stands still ends one check's share of it late at most.
+_CHECKS = 8
 
 
-async def answer(
+async def relay(
     app: ASGIApp,
     context: AnswerContext,
     receive: Receive,
@@ -44,7 +44,7 @@ async def answer(
     *,
     idle_timeout_s: float,
 ) -> None:
-    """Have the request answered.
+    """Have a front end, ``app``, answer the request.
 
     An answer of which an engine has given something ends after ``idle_timeout_s`` without more, if
     nothing waits there.
@@ -56,7 +56,8 @@ async def answer(
         EngineGone: the answer stood still.
     """
     request = context.request
-    passed = _PassedAnswer(send, context)
+    passed = _RelayedAnswer(send, context)
+    token = routing_context.set(context)
     try:
         async with asyncio.timeout(None) as limit:
             passed.watch = _Watch(limit, idle_timeout_s, context)
@@ -76,12 +77,14 @@ async def answer(
         # Else the two would keep each other until the next collection.
         context.on_chosen = None
         passed.watch.stop()
+        routing_context.reset(token)
+        context.goes_on()
     await passed.finish()
     passed.count(metrics)
 
 
 async def _run(
-    app: ASGIApp, context: AnswerContext, passed: _PassedAnswer, receive: Receive
+    app: ASGIApp, context: AnswerContext, passed: _RelayedAnswer, receive: Receive
 ) -> None:
     """Run the application until it is done, the client is gone, or this is cancelled."""
     body = _Body(context.request.content.pieces())
@@ -120,7 +123,7 @@ class _Body:
 
 
 class _Watch:
-    """Ends an answer that stands still, by a few looks within its limit.
+    """Ends an answer that stands still, by a few checks within its limit.
 
     A chunk costs an addition to ``taken``, no more. An engine's outputs count, too, since not all
     become pieces, as of a tool's arguments. There is no standstill before the first output (the
@@ -137,24 +140,24 @@ class _Watch:
         self._context = context
         self._seen = 0
         self._steps: list[int | None] = []
-        self._looks = 0
+        self._still_for = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._limit_s / _LOOKS, self._look)
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s / _CHECKS, self._check)
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         come = self.taken + self._context.usage.outputs
         steps = [each() for each in self._context.engines.values()]
         stepped = steps != self._steps or not steps
         still = come == self._seen and stepped and None not in steps and not self._excused
-        self._looks = self._looks + 1 if still else 0
+        self._still_for = self._still_for + 1 if still else 0
         self._seen, self._steps = come, steps
-        if self._looks == _LOOKS:
+        if self._still_for == _CHECKS:
             self._limit.reschedule(asyncio.get_running_loop().time())
         else:
             self.start()
@@ -165,7 +168,7 @@ class _Watch:
         return self.sending or not begun or self._context.may_wait
 
 
-class _PassedAnswer:
+class _RelayedAnswer:
     """A ``send`` of the front end's that passes successes on and keeps errors.
 
     vLLM begins a stream before it has its first output. Its head is held until a replica has been

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton, which compiles the kernels, is not installed")
 
-from benchmarks.gpu.ahead import compiled
+from loomserve.platform.lending.cuda.ahead import compiled
 from loomserve.platform.lending.cuda.buffer import TaskShape
 
 pytestmark = pytest.mark.heavy

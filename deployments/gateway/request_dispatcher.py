@@ -1,4 +1,4 @@
-"""The front ends of all models, in the gateway's own process; importing this imports vLLM.
+"""Dispatches requests to the models' front ends in this process; importing this imports vLLM.
 
 vLLM's serving layer runs here, once for all replicas of a model, so that a request goes on when its
 engine ends.
@@ -9,30 +9,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Coroutine
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import aiohttp
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Send
 
-from loomserve.deployments.gateway.answering import Answering, ForwardRequest
-from loomserve.deployments.gateway.front_end_answer import answer
+from loomserve.deployments.gateway.dispatch import Dispatching, ModelRequest
 from loomserve.deployments.gateway.internal_client import InternalClient
 from loomserve.deployments.gateway.load_reports import StoreReadings
 from loomserve.deployments.gateway.model_front_end import ModelFrontEnd
+from loomserve.deployments.gateway.relay import relay
 from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.platform.base import heap
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.config import Elastic
+from loomserve.platform.elastic.cold_start_queue import AskFor, ColdStartQueue
 from loomserve.platform.elastic.metrics import WaitingMetrics
-from loomserve.platform.elastic.waiting_room import AskFor, WaitingRoom
 from loomserve.platform.engine.hooks import verify
 from loomserve.platform.fleet.messages import FIRST_ANSWER_PATH, FirstAnswer, ModelRoute
 from loomserve.platform.front_end.engine.serving import settle_environment
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
-from loomserve.platform.front_end.routing import routing_context
 from loomserve.platform.http.asgi import ClientGoneError, while_connected
 from loomserve.platform.http.held_answer import HeldAnswer, openai_event
 from loomserve.platform.http.ingress.messages import anthropic_event
@@ -42,11 +41,11 @@ from loomserve.routers.in_flight import InFlight
 
 _log = logging.getLogger("ray.serve")
 
-_TELL_TIMEOUT_S = 5.0
+_REPORT_TIMEOUT_S = 5.0
 
 
-class ModelFrontEnds(Answering):
-    """Has each model's front end answer its requests."""
+class RequestDispatcher(Dispatching):
+    """Has the front end of each request's model answer it, once the model is ready."""
 
     def __init__(
         self,
@@ -82,17 +81,10 @@ class ModelFrontEnds(Answering):
         )
         self._traced = traced
         self._comment_s = elastic.comment_s
-        self._room = WaitingRoom(ask_for, elastic, WaitingMetrics(registry))
-        self._client = InternalClient(internal_token)
+        self._cold_starts = ColdStartQueue(ask_for, elastic, WaitingMetrics(registry))
+        self.client = InternalClient(internal_token)
         self._models: dict[str, ModelFrontEnd] = {}
         self._closing: set[asyncio.Task[None]] = set()
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        return self._client.session
-
-    async def get(self, address: str, path: str, timeout_s: float) -> str:
-        return await self._client.get(address, path, timeout_s)
 
     def set_models(self, routes: Collection[ModelRoute]) -> None:
         """Set which models and replicas there are; ``routes`` has all models."""
@@ -107,18 +99,18 @@ class ModelFrontEnds(Answering):
                     self.ledger,
                     self._metrics,
                     self._continuation.of(name),
-                    get=self.get,
-                    tell=self._tell_first_answer,
+                    get=self.client.get,
+                    tell=self._report_first_answer,
                     bounds=self._bounds,
                     traced=self._traced,
                 )
             self._models[name].apply(route)
-        self._room.apply(routes)
+        self._cold_starts.apply(routes)
 
-    async def _tell_first_answer(self, address: str, problem: str) -> None:
-        told = FirstAnswer(problem=problem).model_dump_json()
-        status, _ = await self._client.request(
-            "PUT", address, FIRST_ANSWER_PATH, _TELL_TIMEOUT_S, told
+    async def _report_first_answer(self, address: str, problem: str) -> None:
+        report = FirstAnswer(problem=problem).model_dump_json()
+        status, _ = await self.client.request(
+            "PUT", address, FIRST_ANSWER_PATH, _REPORT_TIMEOUT_S, report
         )
         if status >= 400:
             raise aiohttp.ClientError(f"{address} refused the first answer: status {status}")
@@ -135,8 +127,8 @@ class ModelFrontEnds(Answering):
         page = front_end.page(replica_id) if front_end is not None else None
         return [] if page is None else [page]
 
-    async def forward(self, request: ForwardRequest, receive: Receive, send: Send) -> None:
-        """Answer the request, or stop as soon as the client is gone.
+    async def dispatch(self, request: ModelRequest, receive: Receive, send: Send) -> None:
+        """Have the model's front end answer, or stop as soon as the client is gone.
 
         Raises:
             NotFound: the model does not answer the endpoint.
@@ -149,75 +141,53 @@ class ModelFrontEnds(Answering):
             # No model has to come to refuse a request.
             front_end.check_endpoint(request.content.engine_path)
         try:
-            if self._room.waits_for(request.model):
-                async with self._held(request, send) as held:
-                    with _told_wait(request):
-                        await while_connected(self._room.until_ready(request.model), receive)
-                    await self._answer(request, receive, held)
-            else:
-                await self._answer(request, receive, send)
+            async with self._once_ready(request, receive, send) as held_send:
+                front_end = self._models.get(request.model)
+                if front_end is None:
+                    raise Unavailable(
+                        f"model {request.model!r} is being set up; try again shortly",
+                        reason="model_not_ready",
+                        retry_after_s=5,
+                    )
+                await relay(
+                    front_end.app,
+                    AnswerContext.of(request),
+                    receive,
+                    held_send,
+                    self._metrics,
+                    idle_timeout_s=self._idle_timeout_s,
+                )
         except ClientGoneError:
             self._metrics.client_disconnected(request.model)
 
     @asynccontextmanager
-    async def _held(self, request: ForwardRequest, send: Send) -> AsyncIterator[Send]:
-        """The ``send`` of a request that waits for its model: a stream gets comments meanwhile."""
-        content = request.content
-        if not content.streams:
+    async def _once_ready(
+        self, request: ModelRequest, receive: Receive, send: Send
+    ) -> AsyncIterator[Send]:
+        """The request's ``send`` once its model is ready; a stream gets comments meanwhile."""
+        if not self._cold_starts.waits_for(request.model):
             yield send
             return
+        trace, content = request.recorded, request.content
+        span = trace.during("wait_for_model", {"loomserve.model": request.model}) if trace else None
         of_messages = is_of_messages(content.path)
         held = HeldAnswer(send, anthropic_event if of_messages else openai_event)
-        async with held.comments(self._comment_s):
+        async with held.comments(self._comment_s) if content.streams else nullcontext():
+            with span or nullcontext():
+                await while_connected(self._cold_starts.until_ready(request.model), receive)
             yield held.send
 
-    async def _answer(self, request: ForwardRequest, receive: Receive, send: Send) -> None:
-        front_end = self._models.get(request.model)
-        if front_end is None:
-            raise Unavailable(
-                f"model {request.model!r} is being set up; try again shortly",
-                reason="model_not_ready",
-                retry_after_s=5,
-            )
-        context = AnswerContext(
-            request=request,
-            carried_on=request.carried_on,
-            usage=request.usage,
-            trace=request.recorded,
-            salt=request.content.salt,
-        )
-        token = routing_context.set(context)
-        try:
-            await answer(
-                front_end.app,
-                context,
-                receive,
-                send,
-                self._metrics,
-                idle_timeout_s=self._idle_timeout_s,
-            )
-        finally:
-            routing_context.reset(token)
-            context.goes_on()
-
     async def close(self) -> None:
-        await self._room.close()
+        await self._cold_starts.close()
         while self._models:
             self._do(self._models.popitem()[1].close())
         await asyncio.gather(*self._closing)
-        await self._client.close()
+        await self.client.close()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(_logged(work))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-
-
-def _told_wait(request: ForwardRequest) -> AbstractContextManager[None]:
-    trace = request.recorded
-    if trace is None:
-        return nullcontext()
-    return trace.during("wait_for_model", {"loomserve.model": request.model})
 
 
 async def _close(model: ModelFrontEnd) -> None:

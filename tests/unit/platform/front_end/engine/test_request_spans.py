@@ -1,4 +1,4 @@
-"""The spans of a request's stays with replicas, and where vLLM's own span finds its place."""
+"""The spans of a request, one a replica that had it, and where vLLM's own span finds its place."""
 
 from __future__ import annotations
 

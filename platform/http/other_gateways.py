@@ -20,8 +20,8 @@ from loomserve.platform.run.folder import own_run
 from loomserve.platform.run.node_gate import NodeGate
 from loomserve.platform.run.sockets import listen_in_place, listen_locally
 
-_FOLDER = "front-ends"
-_SOCKET = "front-end-"
+_FOLDER = "gateways"
+_SOCKET = "gateway-"
 _PATH = "/metrics"
 DRAIN = "/drain"
 """Path that answers once the gateway process has ended all requests, and takes no more."""
@@ -41,7 +41,7 @@ def take_place(server: Server) -> SharedCounts | None:
     return SharedCounts(own_run().temporary / _FOLDER, server.front_ends)
 
 
-class OtherFrontEnds:
+class OtherGateways:
     """What one gateway process has of the others, and they of it, on sockets of their own."""
 
     def __init__(
@@ -138,14 +138,14 @@ def _name(place: int) -> str:
     return f"{_SOCKET}{place}"
 
 
-def front_ends_here(node: str) -> list[str]:
+def gateways_here(node: str) -> list[str]:
     """The addresses of the gateway processes on this node, whose address is ``node``."""
     return [f"{path.name}.{node}" for path in own_run().sockets.glob(f"{_SOCKET}*")]
 
 
 def _number_in(address: str) -> int:
-    """The number in the name of a socket: ``front-end-2-1f00ba42.NODE``."""
-    return int(address.partition(".")[0].split("-")[2])
+    """The number in the name of a socket: ``gateway-2-1f00ba42.NODE``."""
+    return int(address.partition(".")[0].split("-")[1])
 
 
 def _label(number: int, node: str | None = None) -> dict[str, str]:

@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry
 
 from loomserve.platform.base.errors import RequestError, Unavailable, UnknownModel
 from loomserve.platform.config import Elastic
-from loomserve.platform.elastic import waiting_room as module
+from loomserve.platform.elastic import cold_start_queue as module
+from loomserve.platform.elastic.cold_start_queue import ColdStartQueue
 from loomserve.platform.elastic.metrics import WaitingMetrics
-from loomserve.platform.elastic.waiting_room import WaitingRoom
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.state import ModelStatus
 from tests.unit.platform.fleet.heartbeats import served_model
@@ -40,7 +40,7 @@ class Controller:
             raise self.refusal
 
 
-Scenario = Callable[[WaitingRoom, Controller], Awaitable[None]]
+Scenario = Callable[[ColdStartQueue, Controller], Awaitable[None]]
 
 
 def run(scenario: Scenario, **bounds: float) -> CollectorRegistry:
@@ -48,7 +48,7 @@ def run(scenario: Scenario, **bounds: float) -> CollectorRegistry:
 
     async def main() -> None:
         asked = Controller()
-        room = WaitingRoom(asked, Elastic.model_validate(bounds), WaitingMetrics(registry))
+        room = ColdStartQueue(asked, Elastic.model_validate(bounds), WaitingMetrics(registry))
         room.apply([route(ModelStatus.UNLOADED)])
         try:
             async with asyncio.timeout(PATIENCE_S):
@@ -60,7 +60,7 @@ def run(scenario: Scenario, **bounds: float) -> CollectorRegistry:
     return registry
 
 
-async def some(room: WaitingRoom, count: int) -> list[asyncio.Task[None]]:
+async def some(room: ColdStartQueue, count: int) -> list[asyncio.Task[None]]:
     tasks = [asyncio.create_task(room.until_ready("m")) for _ in range(count)]
     await asyncio.sleep(0.01)
     return tasks
@@ -69,7 +69,7 @@ async def some(room: WaitingRoom, count: int) -> list[asyncio.Task[None]]:
 def test_however_many_wait_the_controller_is_asked_once_and_they_go_on_in_order() -> None:
     order: list[int] = []
 
-    async def scenario(room: WaitingRoom, asked: Controller) -> None:
+    async def scenario(room: ColdStartQueue, asked: Controller) -> None:
         async def wait(number: int) -> None:
             await room.until_ready("m")
             order.append(number)
@@ -102,7 +102,7 @@ def test_however_many_wait_the_controller_is_asked_once_and_they_go_on_in_order(
     ],
 )
 def test_nobody_waits_for_a_model_that_serves_or_does_not_come_and_go(present: ModelRoute) -> None:
-    async def scenario(room: WaitingRoom, asked: Controller) -> None:
+    async def scenario(room: ColdStartQueue, asked: Controller) -> None:
         room.apply([present])
         assert not room.waits_for("m")
         await room.until_ready("m")
@@ -113,7 +113,7 @@ def test_nobody_waits_for_a_model_that_serves_or_does_not_come_and_go(present: M
 
 
 def test_all_are_refused_with_the_controllers_reason() -> None:
-    async def scenario(room: WaitingRoom, asked: Controller) -> None:
+    async def scenario(room: ColdStartQueue, asked: Controller) -> None:
         asked.refusal = Unavailable("no room", reason="no_room", retry_after_s=7)
         for each in await some(room, 3):
             with pytest.raises(Unavailable, match="no room") as refused:
@@ -133,7 +133,7 @@ def test_all_are_refused_with_the_controllers_reason() -> None:
 def test_a_controller_that_is_away_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ASK_AGAIN_S", 0.01)
 
-    async def scenario(room: WaitingRoom, asked: Controller) -> None:
+    async def scenario(room: ColdStartQueue, asked: Controller) -> None:
         asked.refusal = ConnectionError("away")
         (one,) = await some(room, 1)
         while len(asked.asked) <= 2:  # noqa: ASYNC110
@@ -149,7 +149,7 @@ def test_a_controller_that_is_away_is_asked_again(monkeypatch: pytest.MonkeyPatc
 def test_who_waits_for_a_model_that_is_unloaded_is_told_so_at_once(
     routes: list[ModelRoute],
 ) -> None:
-    async def scenario(room: WaitingRoom, asked: Controller) -> None:
+    async def scenario(room: ColdStartQueue, asked: Controller) -> None:
         waiting = await some(room, 2)
         room.apply(routes)
         for each in waiting:
@@ -160,7 +160,7 @@ def test_who_waits_for_a_model_that_is_unloaded_is_told_so_at_once(
 
 
 def test_a_model_that_fails_is_asked_about_at_once() -> None:
-    async def scenario(room: WaitingRoom, asked: Controller) -> None:
+    async def scenario(room: ColdStartQueue, asked: Controller) -> None:
         (one,) = await some(room, 1)
         asked.refusal = Unavailable("could not be loaded", reason="model_failed")
         room.apply([route(ModelStatus.FAILED)])
@@ -171,7 +171,7 @@ def test_a_model_that_fails_is_asked_about_at_once() -> None:
 
 
 def test_only_so_many_wait_and_only_for_so_long() -> None:
-    async def scenario(room: WaitingRoom, asked: Controller) -> None:
+    async def scenario(room: ColdStartQueue, asked: Controller) -> None:
         two = await some(room, 2)
         with pytest.raises(Unavailable) as third:
             await room.until_ready("m")
@@ -184,7 +184,7 @@ def test_only_so_many_wait_and_only_for_so_long() -> None:
 
 
 def test_a_client_that_leaves_gives_its_place_to_another() -> None:
-    async def scenario(room: WaitingRoom, asked: Controller) -> None:
+    async def scenario(room: ColdStartQueue, asked: Controller) -> None:
         one, other = await some(room, 2)
         one.cancel()
         await asyncio.sleep(0)
@@ -199,7 +199,7 @@ def test_a_client_that_leaves_gives_its_place_to_another() -> None:
 
 
 def test_a_model_that_is_put_away_again_at_once_is_asked_for_again_at_once() -> None:
-    async def scenario(room: WaitingRoom, asked: Controller) -> None:
+    async def scenario(room: ColdStartQueue, asked: Controller) -> None:
         (one,) = await some(room, 1)
         room.apply([route(ModelStatus.READY)])
         await one
@@ -213,7 +213,7 @@ def test_a_model_that_is_put_away_again_at_once_is_asked_for_again_at_once() -> 
 
 
 def test_who_waits_as_the_gateway_ends_is_told_so() -> None:
-    async def scenario(room: WaitingRoom, asked: Controller) -> None:
+    async def scenario(room: ColdStartQueue, asked: Controller) -> None:
         (one,) = await some(room, 1)
         await room.close()
         with pytest.raises(Unavailable, match="the gateway ends"):

@@ -44,11 +44,11 @@ def two_config(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     """In the place of the one that other tests share."""
     with started(tmp_path_factory.mktemp("two"), two_config) as running:
-        wait_for(lambda: len(front_ends(running)) == 2, 60)
+        wait_for(lambda: len(gateways(running)) == 2, 60)
         yield running
 
 
-def front_ends(platform: Platform) -> list[psutil.Process]:
+def gateways(platform: Platform) -> list[psutil.Process]:
     """The processes that listen at the server's address."""
     port = int(platform.url.rpartition(":")[2])
     return [each for each in descendants(platform.process) if listens(each, port)]
@@ -70,7 +70,7 @@ def has(process: psutil.Process, client_port: int) -> bool:
 
 
 def connected(platform: Platform, to: psutil.Process, stack: ExitStack, token: str) -> httpx.Client:
-    """A client whose one connection the kernel has given to this front end."""
+    """A client whose one connection the kernel has given to this gateway."""
     for _ in range(100):
         client = platform.http(token)
         with client.stream("GET", "/health") as response:
@@ -118,10 +118,10 @@ class Stream:
 
 
 def streams(platform: Platform, stack: ExitStack) -> list[list[Stream]]:
-    """Eight on each front end."""
+    """Eight on each gateway."""
     clients = [
         [connected(platform, to, stack, platform.key) for _ in range(STREAMS)]
-        for to in front_ends(platform)
+        for to in gateways(platform)
     ]
     return [[Stream(client, index) for index, client in enumerate(of_one)] for of_one in clients]
 
@@ -149,7 +149,7 @@ def test_either_shows_the_metrics_of_both(platform: Platform, undisturbed: list[
     with ExitStack() as stack:
         pages = [
             connected(platform, to, stack, platform.admin_token).get("/metrics").text
-            for to in front_ends(platform)
+            for to in gateways(platform)
         ]
     answered = {'endpoint="/v1/completions"', 'status="200"'}
     for page in pages:
@@ -171,7 +171,7 @@ def test_either_shows_the_metrics_of_both(platform: Platform, undisturbed: list[
 def test_a_keys_rate_holds_over_both(platform: Platform) -> None:
     with ExitStack() as stack:
         clients = [
-            connected(platform, to, stack, platform.limited_key) for to in front_ends(platform)
+            connected(platform, to, stack, platform.limited_key) for to in gateways(platform)
         ]
         began = time.monotonic()
         statuses = [[client.get("/v1/models").status_code for client in clients] for _ in range(10)]
@@ -190,12 +190,12 @@ def test_a_keys_concurrency_holds_over_both(platform: Platform) -> None:
     with ExitStack() as stack, ThreadPoolExecutor(8) as pool:
         clients = [
             connected(platform, to, stack, platform.narrow_key)
-            for to in front_ends(platform)
+            for to in gateways(platform)
             for _ in range(4)
         ]
         statuses = list(pool.map(ask, clients))
     assert statuses.count(200) + statuses.count(429) == 8
-    # One more for each further front end, had they come in the very same microseconds.
+    # One more for each further gateway, had they come in the very same microseconds.
     assert 3 <= statuses.count(200) <= 4
 
 
@@ -207,7 +207,7 @@ def test_both_know_of_a_changed_alias(platform: Platform) -> None:
         return answer.json()["models"] if answer.status_code == 200 else answer.status_code
 
     with ExitStack() as stack, platform.admin() as admin:
-        clients = [connected(platform, to, stack, platform.key) for to in front_ends(platform)]
+        clients = [connected(platform, to, stack, platform.key) for to in gateways(platform)]
         for value, expected in ((HOT, {HOT: 1}), ({HOT: 7}, {HOT: 7}), (None, 404)):
             request = {} if value is None else {"json": value}
             told = time.monotonic()
@@ -223,7 +223,7 @@ def test_both_know_of_a_changed_alias(platform: Platform) -> None:
 def test_one_that_is_killed_takes_nothing_with_it_but_its_own_streams(
     platform: Platform, undisturbed: list[str]
 ) -> None:
-    victim, other = front_ends(platform)
+    victim, other = gateways(platform)
     with ExitStack() as stack:
         lost, kept = streams(platform, stack)
         wait_for(lambda: all(len(each.text) > 40 for each in (*lost, *kept)), 60)
@@ -253,7 +253,7 @@ def test_one_that_is_killed_takes_nothing_with_it_but_its_own_streams(
             each.finish()
             assert each.error is not None
             assert whole.startswith(each.text)
-    wait_for(lambda: len(front_ends(platform)) == 2, 120)
+    wait_for(lambda: len(gateways(platform)) == 2, 120)
     print(
         f"new connections: {slowest * 1000:.0f} ms at most; aborted after {aborted_s:.1f} s at "
         f"most; two again after {time.monotonic() - killed_at:.0f} s"
@@ -261,7 +261,7 @@ def test_one_that_is_killed_takes_nothing_with_it_but_its_own_streams(
     with ExitStack() as stack:
         again = streams(platform, stack)
         assert [[each.finish() for each in of_one] for of_one in again] == [undisturbed] * 2
-    assert other in front_ends(platform)
+    assert other in gateways(platform)
 
 
 def test_a_drained_replica_is_left_by_both(platform: Platform, undisturbed: list[str]) -> None:

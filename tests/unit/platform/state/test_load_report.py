@@ -3,21 +3,21 @@ from __future__ import annotations
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from loomserve.platform.state.told_load import LoadBook, ToldLoad, load_of
+from loomserve.platform.state.load_report import LoadBook, LoadReport, read_load_report
 
 
 def test_a_frame_says_what_was_put_into_it() -> None:
-    load = ToldLoad(steps=2**40, counted=3, running=64, waiting=1000, kv_usage=0.25)
-    assert load_of(load.frame()) == load
-    assert load_of(memoryview(load.frame())) == load
+    load = LoadReport(steps=2**40, counted=3, running=64, waiting=1000, kv_usage=0.25)
+    assert read_load_report(load.frame()) == load
+    assert read_load_report(memoryview(load.frame())) == load
 
 
 def test_no_frame_of_vllms_is_taken_for_a_load() -> None:
     for count in (0, 1, 3):
         outputs = EngineCoreOutputs(outputs=[EngineCoreOutput("LOAD", [1, 2])] * count)
         for frame in MsgpackEncoder().encode(outputs):
-            assert load_of(frame) is None
-    assert load_of(b"LOAD") is None
+            assert read_load_report(frame) is None
+    assert read_load_report(b"LOAD") is None
 
 
 def test_a_load_counts_the_receivers_requests_as_of_its_step() -> None:
@@ -28,11 +28,11 @@ def test_a_load_counts_the_receivers_requests_as_of_its_step() -> None:
     book.measured(steps=7, running=3, waiting=0, kv_usage=0.5)
     # It came after the step, and is in the next load.
     book.took(2)
-    assert load_of(book.frame(1)) == ToldLoad(7, 2, 3, 0, 0.5)
-    assert load_of(book.frame(2)) == ToldLoad(7, 1, 3, 0, 0.5)
-    assert load_of(book.frame(3)) == ToldLoad(7, 0, 3, 0, 0.5)
+    assert read_load_report(book.frame(1)) == LoadReport(7, 2, 3, 0, 0.5)
+    assert read_load_report(book.frame(2)) == LoadReport(7, 1, 3, 0, 0.5)
+    assert read_load_report(book.frame(3)) == LoadReport(7, 0, 3, 0, 0.5)
     book.measured(steps=8, running=4, waiting=0, kv_usage=0.5)
-    assert load_of(book.frame(2)) == ToldLoad(8, 2, 4, 0, 0.5)
+    assert read_load_report(book.frame(2)) == LoadReport(8, 2, 4, 0, 0.5)
 
 
 def test_a_request_that_is_refused_is_not_awaited() -> None:
@@ -40,7 +40,7 @@ def test_a_request_that_is_refused_is_not_awaited() -> None:
     book.refused(1)
     book.took(1)
     book.measured(steps=1, running=1, waiting=0, kv_usage=0.0)
-    assert load_of(book.frame(1)) == ToldLoad(1, 2, 1, 0, 0.0)
+    assert read_load_report(book.frame(1)) == LoadReport(1, 2, 1, 0, 0.0)
 
 
 def test_who_is_gone_is_not_counted_on() -> None:
@@ -49,5 +49,5 @@ def test_who_is_gone_is_not_counted_on() -> None:
     version = book.version
     book.gone(1)
     book.measured(steps=2, running=0, waiting=0, kv_usage=0.0)
-    assert load_of(book.frame(1)) == ToldLoad(2, 0, 0, 0, 0.0)
+    assert read_load_report(book.frame(1)) == LoadReport(2, 0, 0, 0, 0.0)
     assert book.version != version

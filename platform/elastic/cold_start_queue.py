@@ -48,7 +48,7 @@ class _Queue:
                 each.set_exception(error)
 
 
-class WaitingRoom:
+class ColdStartQueue:
     """The queues of all models; all of it runs on one event loop."""
 
     def __init__(self, ask: AskFor, bounds: Elastic, metrics: WaitingMetrics) -> None:

@@ -1,0 +1,1 @@
+"""Queue orders, one rule a file. Pure."""
