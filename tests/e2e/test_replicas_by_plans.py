@@ -16,8 +16,9 @@ from tests.e2e.test_admin import model_state, wait_for
 pytestmark = pytest.mark.e2e
 
 PROFILE = "devices.yaml"
+NAME = "balanced"
 BALANCED = {
-    "name": "balanced",
+    "name": NAME,
     "source": "demo",
     "devices": ["core1", "core0"],
     "replicas": "auto",
@@ -50,23 +51,24 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 
 @pytest.fixture
-def balanced(platform: Platform) -> str:
-    """A model that the controller may give replicas, with one of them, and all that it plans by."""
+def alone_on(platform: Platform) -> str:
+    """The device of the only replica of a model that the controller may give more, with all that
+    it plans by. Both have started at once, so that either may be the newer one, which left."""
     config = platform.log.parent / "config.yaml"
     command = [LOOMSERVE, "profile", "devices", str(config)]
     command += ["--quick", "--out", str(config.parent / PROFILE)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
-    name = BALANCED["name"]
     with platform.admin() as admin:
-        admin.put(f"/admin/v1/models/{name}/replicas", json={"replicas": 1}).raise_for_status()
-        wait_for(lambda: _replicas(platform, name) == ["core1"], 60)
+        admin.put(f"/admin/v1/models/{NAME}/replicas", json={"replicas": 1}).raise_for_status()
+        wait_for(lambda: len(_replicas(platform)) == 1, 60)
     wait_for(lambda: not _rebalancing(platform)["flaws"], 60)
-    return str(name)
+    (device,) = _replicas(platform)
+    return device
 
 
-def _replicas(platform: Platform, name: str) -> list[str]:
-    """The devices of a model's replicas; none unless it is ready."""
-    found = model_state(platform, name)
+def _replicas(platform: Platform) -> list[str]:
+    """The devices of the model's replicas; none unless it is ready."""
+    found = model_state(platform, NAME)
     ready = found is not None and found["status"] == "ready"
     return sorted(each["device"] for each in found["replicas"]) if found and ready else []
 
@@ -77,9 +79,9 @@ def _rebalancing(platform: Platform, path: str = "rebalancing") -> Any:
 
 
 def test_the_controller_adds_a_replica_on_a_cold_device_by_itself_and_no_answer_changes(
-    platform: Platform, balanced: str
+    platform: Platform, alone_on: str
 ) -> None:
-    alone = {prompt: stream(platform, balanced, prompt, 60) for prompt in PROMPTS}
+    alone = {prompt: stream(platform, NAME, prompt, 60) for prompt in PROMPTS}
     with platform.admin() as admin:
         admin.put("/admin/v1/rebalancing", json={"mode": "auto"}).raise_for_status()
     enough = Event()
@@ -87,7 +89,7 @@ def test_the_controller_adds_a_replica_on_a_cold_device_by_itself_and_no_answer_
     def ask_on(prompt: str) -> set[str]:
         told = set[str]()
         while not enough.is_set():
-            told.add(stream(platform, balanced, prompt, 60))
+            told.add(stream(platform, NAME, prompt, 60))
         return told
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
@@ -101,9 +103,10 @@ def test_the_controller_adds_a_replica_on_a_cold_device_by_itself_and_no_answer_
         }
     (plan,) = _done(platform)
     assert plan["origin"] == "controller"
-    assert plan["actions"] == [{"action": "add_replica", "model": balanced, "device": "core0"}]
+    (cold,) = {each["name"] for each in CORES} - {alone_on}
+    assert plan["actions"] == [{"action": "add_replica", "model": NAME, "device": cold}]
     assert plan["real_gain"] > 0
-    assert _replicas(platform, balanced) == ["core0", "core1"]
+    assert _replicas(platform) == ["core0", "core1"]
 
 
 def _planned(platform: Platform) -> tuple[Any, Any]:
