@@ -3,13 +3,19 @@
 import os
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.groups import put_in_group, put_in_order
 
 # A busy machine must not fail a test: none is timed. What is checked before a merge is the same
 # each time; who works on it looks for more.
-settings.register_profile("untimed", deadline=None, derandomize="CI" in os.environ, max_examples=50)
+settings.register_profile(
+    "untimed",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("untimed")
 
 
