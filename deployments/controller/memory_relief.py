@@ -66,11 +66,11 @@ class MemoryRelief:
                 self._relieve(node, replicas, now)
 
     def _relieve(self, node: str, replicas: list[ReplicaRecord], now: float) -> None:
-        registry = self._fleet.registry
         chosen = gives_back(
-            (registry.model(each.model.name, now), each)
-            for each in replicas
-            if not each.stops and each.id not in self._fleet.gives_back
+            (model, each)
+            for model in self._fleet.registry.snapshot(now).models
+            for each in model.replicas
+            if each.node == node and not each.stops and each.id not in self._fleet.gives_back
         )
         if chosen is None:
             return
@@ -89,7 +89,7 @@ class MemoryRelief:
 
     def _by_node(self) -> Mapping[str, list[ReplicaRecord]]:
         found: defaultdict[str, list[ReplicaRecord]] = defaultdict(list)
-        for each in self._fleet.registry.all_live(self._clock()):
+        for each in self._fleet.registry.snapshot(self._clock()).replicas:
             found[each.node].append(each)
         return found
 

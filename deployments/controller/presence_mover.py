@@ -92,7 +92,7 @@ class PresenceMover:
         now = self._clock()
         busy = [
             each
-            for each in self._fleet.registry.all_live(now)
+            for each in self._fleet.registry.snapshot(now).replicas
             if each.heartbeat.stats.load is None or not each.heartbeat.stats.load.idle_s
         ]
         await asyncio.gather(*(self._ask_for_load(each) for each in busy))

@@ -103,7 +103,9 @@ class FleetLoans:
             ),
             loans=tuple(self._loans(now)),
             lent=tuple(
-                lent for replica in self.registry.all_live(now) for lent in replica.heartbeat.lent
+                lent
+                for replica in self.registry.snapshot(now).replicas
+                for lent in replica.heartbeat.lent
             ),
         )
 
@@ -182,7 +184,7 @@ class FleetLoans:
         yield from sorted(found | self.found.kept_apart(self.registry, self.desired.pairs_off))
 
     def _loans(self, now: float) -> Iterator[LoanState]:
-        for replica in self.registry.all_live(now):
+        for replica in self.registry.snapshot(now).replicas:
             yield from replica.heartbeat.loans
 
     def _problem(self, borrower: str, lender: str, now: float) -> str | None:

@@ -146,12 +146,12 @@ class FleetNodes:
 
     def is_empty(self, name: str, now: float) -> bool:
         """Whether nothing of the platform computes or is open on a node."""
-        replicas = any(self.node_of(each) == name for each in self.registry.all_live(now))
+        replicas = any(self.node_of(each) == name for each in self.registry.snapshot(now).replicas)
         open_ = sum(each.heartbeat.open for each in self._live(now) if each.node == name)
         return not replicas and not open_
 
     def state(self, now: float) -> tuple[NodeState, ...]:
-        replicas = [self.node_of(each) for each in self.registry.all_live(now)]
+        replicas = [self.node_of(each) for each in self.registry.snapshot(now).replicas]
         gateways = [each.node for each in self._live(now)]
         return tuple(
             NodeState(
@@ -186,7 +186,7 @@ class FleetNodes:
     def _without_place(self, name: str, others: Collection[str], now: float) -> set[str]:
         return {
             each.model.name
-            for each in self.registry.all_live(now)
+            for each in self.registry.snapshot(now).replicas
             if self.node_of(each) == name
             and not any(self.on.get(device) in others for device in each.model.devices)
         }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from loomserve.platform.base.errors import Conflict, NotFound, UnknownModel
@@ -202,25 +203,28 @@ class Registry:
 
     def snapshot(self, now: float) -> FleetSnapshot:
         """All models, each with its live replicas."""
-        return FleetSnapshot(now, tuple(self.model(name, now) for name in self._models))
+        by_model = defaultdict[str, list[ReplicaRecord]](list)
+        for replica in self._replicas.values():
+            by_model[replica.model.name].append(replica)
+        models = (_seen(record, by_model[name], now) for name, record in self._models.items())
+        return FleetSnapshot(now, tuple(models))
 
     def model(self, name: str, now: float) -> FleetModel:
         """A model with its live replicas; raises UnknownModel if there is no such model."""
-        live = tuple(self.live(name, now))
-        taken = {replica.device for replica in live}
-        silent = tuple(
-            replica
-            for replica in self._replicas.values()
-            if replica.model.name == name
-            and replica.device not in taken
-            and now - replica.seen_at < SILENCE_ENDS_S
-        )
-        return FleetModel(replace(self.record(name)), live, silent)
+        replicas = [each for each in self._replicas.values() if each.model.name == name]
+        return _seen(self.record(name), replicas, now)
 
-    def all_live(self, now: float) -> Iterator[ReplicaRecord]:
-        """Live replicas, model by model."""
-        for name in self._models:
-            yield from self.live(name, now)
+
+def _seen(record: ModelRecord, replicas: Sequence[ReplicaRecord], now: float) -> FleetModel:
+    """A model with those of all its replicas that are live, or were until lately."""
+    live = tuple(replica for replica in replicas if _is_live(replica, now))
+    taken = {replica.device for replica in live}
+    silent = tuple(
+        replica
+        for replica in replicas
+        if replica.device not in taken and now - replica.seen_at < SILENCE_ENDS_S
+    )
+    return FleetModel(replace(record), live, silent)
 
 
 def _is_live(replica: ReplicaRecord, now: float) -> bool:

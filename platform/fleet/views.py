@@ -171,7 +171,7 @@ class FleetViews:
     def used_devices(self, now: float) -> tuple[DeviceState, ...]:
         """For operators: each device with the models that use it."""
         on_device: dict[str, set[str]] = {device.name: set() for device in self.devices}
-        for replica in self.registry.all_live(now):
+        for replica in self.registry.snapshot(now).replicas:
             for used in replica.shares:
                 on_device[used].add(replica.model.name)
         return tuple(

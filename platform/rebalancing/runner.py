@@ -104,7 +104,7 @@ class RebalancingRunner:
     def _observe(self, changed_at_s: float) -> Measured:
         at_s, monotonic_s = self._clock(), time.monotonic()
         registry = self._fleet.registry
-        registry.rates.keep(each.id for each in registry.all_live(monotonic_s))
+        registry.rates.keep(each.id for each in registry.snapshot(monotonic_s).replicas)
         return measured(
             self._fleet,
             self._devices,

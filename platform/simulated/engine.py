@@ -42,46 +42,6 @@ from loomserve.platform.simulated.wire import (
     logprobs,
 )
 
-
-class LiveSimulator(Simulator):
-    """Requests are added when they come; the caller takes ended ones from ``times``."""
-
-    def remove(self, name: str) -> None:
-        """Forget a request whose client has gone, between two steps."""
-        for kept in (self._coming, self._waiting, self._running):
-            for one in kept:
-                if one.request.name == name:
-                    kept.remove(one)
-                    self._free_blocks += one.blocks
-                    self._free_swap += one.swap_bytes
-                    return
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting) + len(self._coming)
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of blocks that requests hold."""
-        return 1 - self._free_blocks / self._limits.blocks
-
-    @property
-    def free_swap(self) -> int:
-        return self._free_swap
-
-    def staying(self) -> Iterator[StayingRequest]:
-        """Requests that can go on elsewhere without losing what is just being computed."""
-        for one in (*self._coming, *self._waiting, *self._running):
-            waits = one not in self._running
-            if waits or not one.prefilling:
-                request = one.request
-                yield StayingRequest(request.name, one.tokens, waits, request.arrived_s)
-
-
 # Of the tokens that are shown beside the one that was chosen; nobody computed them.
 _LOGPROB, _LESS_LIKELY = -0.1, -1.0
 _MOST_LOGPROBS = 20

@@ -97,7 +97,7 @@ def test_the_controller_and_the_lane_take_a_load_as_old_as_it_is(skew_s: float) 
         footprint=footprint(memory_measured_at=now + skew_s - 2, ready_at=now + skew_s - 60),
     )
     fleet.report(beat, now)
-    (record,) = fleet.registry.all_live(now)
+    (record,) = fleet.registry.snapshot(now).replicas
     kept = record.heartbeat
     assert kept.stats.load is not None
     assert kept.stats.load.measured_at == pytest.approx(now, abs=0.5)
