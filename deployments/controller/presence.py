@@ -90,7 +90,7 @@ class ModelPresence:
         if self._failures.takes(heartbeat, self._clock()):
             name = heartbeat.model.name
             _log.error("model %s has failed: %s", name, heartbeat.problem)
-            self._mover.begin(name, Presence.UNLOADED, "it does not answer")
+            self._give_up(name, "it does not answer")
 
     # What gateways and operators ask for
 
@@ -223,7 +223,12 @@ class ModelPresence:
             failed = record.failure is not None and record.presence is Presence.READY
             if failed and record.on_demand and not self._fleet.registry.live(name, now):
                 self._failures.note(name, now)
-                self._mover.begin(name, Presence.UNLOADED, "it could not be loaded")
+                self._give_up(name, "it could not be loaded")
+
+    def _give_up(self, name: str, why: str) -> None:
+        # A demand from before would have it loaded again at the next look.
+        self._demands.pop(name, None)
+        self._mover.begin(name, Presence.UNLOADED, why)
 
     def _is_ready(self, name: str, now: float) -> bool:
         model = self._fleet.registry.model(name, now)

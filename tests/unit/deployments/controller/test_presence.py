@@ -430,6 +430,8 @@ def test_one_that_does_not_answer_fails_with_the_reason_and_gives_its_device_bac
             assert states(one)[name] is ModelStatus.FAILED
             (state,) = (each for each in one._state().models if each.name == name)
             assert state.message == "its template is wrong"
+            await one._presence._look()  # the demand that loaded it does not load it again
+            assert one._fleet.registry.record(name).presence is Presence.UNLOADED
             await until(lambda: not serve.devices(name))
             assert states(one)[name] is ModelStatus.FAILED
             for _ in range(2):
