@@ -41,6 +41,7 @@ _ABOUT = (
     ),
     (re.compile("^max_(completion_)?tokens"), LENGTHS),
     (re.compile("^Chat template is passed"), ("chat_template",)),
+    (re.compile("^stop "), ("stop_sequences",)),
     (re.compile("_pattern_size"), ("repetition_detection",)),
     (re.compile("Matryoshka"), ("dimensions", "output_dimension")),
     (re.compile("text_pair"), ("documents", "text_2", "data_2", "items")),

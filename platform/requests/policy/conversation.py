@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import GenericAlias
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -17,6 +17,7 @@ from loomserve.platform.requests.policy.message_parts import (
     Form,
     Forms,
     check_arguments,
+    check_form,
     check_parts,
     check_tool_calls,
     form,
@@ -42,10 +43,11 @@ def _list_of(one: Form) -> Any:
 
 
 _STATUS = (Literal["in_progress", "completed", "incomplete"] | None, None)
-_MESSAGE = form(role=str)
+_ITEM_ROLE = Literal["user", "assistant", "system", "developer"]
+_MESSAGE = form(role=_ITEM_ROLE)
 # vLLM takes the first piece of an answer without looking whether there is one.
 _FIRST = msgspec.Meta(min_length=1)
-_MESSAGE_OF_PIECES = form(role=str, content=Annotated[list[dict[str, Any]], _FIRST])
+_MESSAGE_OF_PIECES = form(role=_ITEM_ROLE, content=Annotated[list[dict[str, Any]], _FIRST])
 # Of an answer's pieces it reads the texts, and a refusal has none.
 _ANSWER = form(role=str, content=Annotated[_list_of(form(text=str)), _FIRST])
 
@@ -68,6 +70,12 @@ _TYPES: Forms = {
         status=_STATUS,
     ),
 }
+
+
+_ITEMS = (
+    f"; an item is a message with role ({', '.join(get_args(_ITEM_ROLE))}) and content, or of one "
+    f"of the types {', '.join(_TYPES)}"
+)
 
 
 def check_messages(path: str, fields: Mapping[str, Any]) -> None:
@@ -140,15 +148,7 @@ def check_conversation(items: object) -> None:
     for number, item in enumerate(items) if isinstance(items, list) else ():
         if isinstance(item, dict) and item.get("type") == "function_call":
             check_arguments(item.get("arguments"), f"input[{number}].arguments")
-        try:
-            msgspec.convert(item, _type_of(item))
-        except msgspec.ValidationError as error:
-            param = f"input[{number}]"
-            raise BadRequest(
-                f"{param} is no item of a conversation: {error}. Give a message with role and "
-                f"content, or one of the types {', '.join(_TYPES)}",
-                param=param,
-            ) from None
+        check_form(item, _type_of(item), f"input[{number}]", _ITEMS)
 
 
 def _type_of(item: object) -> Form:

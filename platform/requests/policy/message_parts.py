@@ -70,7 +70,7 @@ def check_parts(parts: list[Any], where: str, forms: Forms) -> None:
             continue
         kind, at = part.get("type"), f"{where}[{number}]"
         if isinstance(kind, str) and kind in forms:
-            _check(part, forms[kind], at, f" in a part of the type {kind!r}")
+            check_form(part, forms[kind], at, f" in a part of the type {kind!r}")
         elif forms is CHAT_PARTS and not _is_known(kind, part):
             says = "is missing" if kind is None else f"is {str(kind)[:64]!r}"
             raise BadRequest(
@@ -91,7 +91,7 @@ def check_tool_calls(calls: Any, where: str) -> None:
         raise BadRequest(f"{where} must be a list of calls", param=where)
     for number, call in enumerate(calls or ()):
         at = f"{where}[{number}]"
-        _check(call, _TOOL_CALL, at, "")
+        check_form(call, _TOOL_CALL, at, "")
         check_arguments(call["function"]["arguments"], f"{at}.function.arguments")
 
 
@@ -109,7 +109,8 @@ def check_arguments(arguments: Any, where: str) -> None:
         return
 
 
-def _check(value: Any, of: Form, where: str, within: str) -> None:
+def check_form(value: Any, of: Form, where: str, within: str) -> None:
+    """Raises BadRequest, whose message ends with ``within``, for a value that has not its form."""
     try:
         msgspec.convert(value, of)
     except msgspec.ValidationError as error:
@@ -118,6 +119,8 @@ def _check(value: Any, of: Form, where: str, within: str) -> None:
         param = where + (found["at"] or "")
         if missing := _MISSING.match(found["says"]):
             param, says = f"{param}.{missing['name']}", "is missing"
+        elif found["says"].startswith("Invalid enum value"):
+            says = "has a value that is not allowed"  # which may be long
         else:
             says = f"is wrong: {found['says']}"
         raise BadRequest(f"{param} {says}{within}", param=param) from None

@@ -30,6 +30,20 @@ class _Renderer(OnlineRenderer):  # type: ignore[misc]
                 )
         return await super().preprocess_chat(request, messages, default_template, *args, **kwargs)
 
+    async def preprocess_completion(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = await super().preprocess_completion(request, *args, **kwargs)
+        tokenizer = self.renderer.tokenizer
+        most = max(getattr(tokenizer, "max_token_id", 0), self.model_config.get_vocab_size() - 1)
+        for each in inputs:
+            tokens = each.get("prompt_token_ids") or (0,)
+            # Rendered prompts reach no engine, which would refuse them in these words.
+            for token in (min(tokens), max(tokens)):
+                if not 0 <= token <= most:
+                    raise VLLMValidationError(
+                        f"Token id {token} is out of vocabulary", parameter="prompt"
+                    )
+        return inputs
+
     def _names(self, role: Any, template: str | None) -> bool:
         """Whether the template names the role, or is none that can be read."""
         written = template or getattr(self.renderer.get_tokenizer(), "chat_template", None)

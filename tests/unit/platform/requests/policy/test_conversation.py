@@ -24,32 +24,42 @@ def of(items: Any, path: str = RESPONSES, padding: str = "") -> None:
 
 
 @pytest.mark.parametrize(
-    "item",
+    ("item", "field"),
     [
-        {},
-        7,
-        None,
-        "hello",
-        {"content": "no role"},
-        {"role": 3, "content": "x"},
-        {"role": "assistant", "content": []},
-        {"role": "assistant", "content": ["x"]},
-        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
-        {"type": "web_search_call", "id": "w"},
-        {"type": ["function_call"]},
-        {"type": "function_call", "call_id": "c"},
-        {**CALL, "arguments": {}},
-        {"type": "function_call_output", "output": "no call"},
-        {"type": "reasoning", "id": "r"},
-        {"type": "reasoning", "id": "r", "summary": [{"text": "t", "type": 0.5}]},
-        {**CALL, "id": 7},
+        ({}, ".role"),
+        (7, ""),
+        (None, ""),
+        ("hello", ""),
+        ({"content": "no role"}, ".role"),
+        ({"role": 3, "content": "x"}, ".role"),
+        ({"role": "nobody" * 1000, "content": "x"}, ".role"),
+        ({"role": "nobody", "content": [TEXT]}, ".role"),
+        ({"role": "assistant", "content": []}, ".content"),
+        ({"role": "assistant", "content": ["x"]}, ".content[0]"),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+            ".content[0].text",
+        ),
+        ({"type": "web_search_call", "id": "w"}, ".role"),
+        ({"type": ["function_call"]}, ".role"),
+        ({"type": "function_call", "call_id": "c"}, ".name"),
+        ({**CALL, "arguments": {}}, ".arguments"),
+        ({**CALL, "status": "done" * 1000}, ".status"),
+        ({"type": "function_call_output", "output": "no call"}, ".call_id"),
+        ({"type": "reasoning", "id": "r"}, ".summary"),
+        (
+            {"type": "reasoning", "id": "r", "summary": [{"text": "t", "type": 0.5}]},
+            ".summary[0].type",
+        ),
+        ({**CALL, "id": 7}, ".id"),
     ],
 )
-def test_what_is_no_item_is_refused_by_its_place(item: Any) -> None:
+def test_what_is_no_item_is_refused_by_its_place(item: Any, field: str) -> None:
     for padding in ("", "x" * SMALL_BYTES):
         with pytest.raises(BadRequest) as refused:
             of([USER, item], padding=padding)
-        assert refused.value.param == "input[1]"
+        assert refused.value.param == f"input[1]{field}"
+        assert len(str(refused.value)) < 400
     with pytest.raises(BadRequest):
         EngineRequest.of_fields(RESPONSES, {"input": [item]}).check_conversation(())
 
