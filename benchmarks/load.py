@@ -362,9 +362,10 @@ def tokens_within(outcomes: Iterable[Outcome], start: float, end: float) -> floa
 
 
 async def closed_loop(
-    target: Target, *, streams: int, warmup: float, seconds: float, max_tokens: int, seed: str
+    *targets: Target, streams: int, warmup: float, seconds: float, max_tokens: int, seed: str
 ) -> Window:
-    """Keep ``streams`` requests open, each followed by the next at once.
+    """Keep ``streams`` requests open, divided evenly over the targets, each followed by the next at
+    once.
 
     Streams start spread over ``warmup`` seconds, so that their prefills do not come together; then
     the window opens. It closes after ``seconds``, or later, when each stream has ended its first
@@ -381,6 +382,7 @@ async def closed_loop(
         async def stream(number: int) -> list[Outcome]:
             nonlocal end, unproven
             await asyncio.sleep(warmup * number / streams)
+            target = targets[number % len(targets)]
             outcomes: list[Outcome] = []
             while (now := time.perf_counter()) < end:
                 messages = [{"role": "user", "content": next(source)}]

@@ -36,9 +36,11 @@ KINDS = {
 }
 """``loomserve:FOLDER`` is another checkout, installed there."""
 DEFAULT_ARMS = ("bare", "bare", "one", "loomserve", "default")
-STREAMS = {"first": 1, "1": 1, "8": 8, "32": 32, "64": 64}
+BUSY = "busy"
+STREAMS = {"first": 1, "1": 1, "8": 8, "32": 32, "64": 64, BUSY: 16}
 """Of each load, all closed loops; ``first`` is one stream of two-token answers, since only many
-requests tell a first token's few milliseconds of delay from the machine's noise."""
+requests tell a first token's few milliseconds of delay from the machine's noise. ``busy`` asks both
+models at once, and no core is kept for anything but engines: what a platform takes, they lack."""
 LONGER = {"32": 3, "64": 5}
 """A window must hold requests that begin and end in it; with many streams each takes longer."""
 FIRST_PORT = 18500
@@ -114,7 +116,8 @@ def make_arms(kinds: Sequence[str], model: str, flags: EngineFlags, logs: Path) 
             store_bytes=options.store_bytes if kind == "default" else None,
         )
         programs = Path(checkout, ".venv/bin").absolute() if checkout else PROGRAMS
-        arms.append(Platform(written, logs, name, programs).arm("measured"))
+        models = ("measured", "idle")[: options.engines]
+        arms.append(Platform(written, logs, name, programs).arm(*models))
     return arms
 
 
@@ -147,7 +150,7 @@ def drive(arm: Arm, name: str, plan: argparse.Namespace, seed: str) -> Window:
     """
     arm.thaw()
     load = closed_loop(
-        arm.target,
+        *(arm.targets if name == BUSY else [arm.target]),
         streams=STREAMS[name],
         warmup=plan.warmup,
         seconds=plan.seconds * LONGER.get(name, 1),
@@ -171,17 +174,19 @@ def idle(arm: Arm) -> dict[str, float]:
     return found
 
 
-def benchmark(arms: Sequence[Arm], plan: argparse.Namespace) -> dict[str, Any]:
-    """All pairs of all loads; the arms are up and frozen."""
+def benchmark(
+    arms: Sequence[Arm], plan: argparse.Namespace, loads: Sequence[str]
+) -> dict[str, Any]:
+    """All pairs of these loads; the arms are up and frozen."""
     at_rest = {arm.name: idle(arm) for arm in arms}
     print(f"at rest: {at_rest}", flush=True)
     # Before anything counts: engines and front ends allocate on first use.
     short = argparse.Namespace(**vars(plan) | {"seconds": min(plan.seconds, 5)})
     for arm in arms:
-        drive(arm, "32", short, "warm-up/32")
-    measured: dict[str, list[Pair]] = {name: [] for name in plan.loads}
+        drive(arm, BUSY if BUSY in loads else "32", short, "warm-up")
+    measured: dict[str, list[Pair]] = {name: [] for name in loads}
     for number in range(plan.runs):
-        for name in plan.loads:
+        for name in loads:
             # Both arms get the same prompts, and no two loads share one: prefix caches stay cold.
             found = {
                 arm.name: drive(arm, name, plan, f"{number}/{name}").figures()
@@ -225,32 +230,23 @@ def absolute(windows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return found | {"requests": sum(one["requests"] for one in windows)}
 
 
-def beyond_noise(comparisons: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, bool]]:
-    """Of each comparison but the noise floor's, which medians lie outside of what that spans."""
-    if "noise" not in comparisons:
-        return {}
-    floor = comparisons["noise"]["spread"]
-    return {
-        name: {
-            figure: not least <= found[figure] <= most for figure, (least, most) in floor.items()
-        }
-        for name, found in comparisons.items()
-        if name != "noise"
-    }
-
-
 def compared(
-    kinds: tuple[str, str], model: str, options: argparse.Namespace, logs: Path
+    kinds: tuple[str, str],
+    loads: Sequence[str],
+    model: str,
+    options: argparse.Namespace,
+    logs: Path,
 ) -> dict[str, Any]:
     """Start a pair of arms, measure it, and end it."""
     here = os.sched_getaffinity(0)
     flags = EngineFlags(dtype=options.dtype or cpu_dtype())
     arms = make_arms(kinds, model, flags, logs)
-    with running(arms, options.start_timeout):
+    bind = BUSY not in loads
+    with running(arms, options.start_timeout, bind=bind):
         # Servers that start inherit where this process may run, so it is bound only after that.
-        os.sched_setaffinity(0, {OTHER_CORE})
+        os.sched_setaffinity(0, {OTHER_CORE} if bind else here)
         try:
-            found = benchmark(arms, options)
+            found = benchmark(arms, options, loads)
         finally:
             os.sched_setaffinity(0, here)
     return {"baseline": kinds[0], **found, "setup": asdict(pair_options(kinds, flags))}
@@ -276,11 +272,15 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     check_machine()
     model = str(catalog.resolve(options.model, Path.cwd()))
     logs = options.logs or folder
-    comparisons = {
-        (name := comparison_name(*kinds)): compared(kinds, model, options, logs / name)
-        for kinds in pairs(options.arms)
-    }
-    return {"comparisons": comparisons, "beyond_noise": beyond_noise(comparisons)}
+    alone = tuple(load for load in options.loads if load != BUSY)
+    comparisons, busy = {}, {}
+    for kinds in pairs(options.arms):
+        name = comparison_name(*kinds)
+        if BUSY in options.loads and "one" not in kinds:
+            busy[name] = compared(kinds, (BUSY,), model, options, logs / f"{name}-{BUSY}")
+        if alone:
+            comparisons[name] = compared(kinds, alone, model, options, logs / name)
+    return {"comparisons": comparisons, "busy": busy}
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -76,9 +76,10 @@ class Platform:
         self.server = Server(name, command, {}, port, "/ready", folder / f"{name}.log")
         self._http = httpx.Client(base_url=self.url, timeout=_LONGEST_ANSWER_S, auth=_with_token)
 
-    def arm(self, model: str) -> Arm:
-        """Its load goes to ``model``."""
-        return Arm(self.server.name, [self.server], Target(self.url, model))
+    def arm(self, *models: str) -> Arm:
+        """Its load goes to the first of ``models``, or to both."""
+        targets = (Target(self.url, model) for model in models)
+        return Arm(self.server.name, [self.server], *targets)
 
     @contextlib.contextmanager
     def running(self, start_timeout: float) -> Iterator[None]:

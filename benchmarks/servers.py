@@ -231,6 +231,12 @@ class Arm:
     name: str
     servers: list[Server]
     target: Target
+    other: Target | None = None
+    """Its second model, which most loads leave idle."""
+
+    @property
+    def targets(self) -> list[Target]:
+        return [self.target, self.other] if self.other else [self.target]
 
     def freeze(self) -> None:
         """Stop every process of the arm, so that its idle work cannot touch the other's result."""
@@ -336,4 +342,5 @@ def bare_arm(
         environment = {"VLLM_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1"}
         log = logs / f"{name}-{of}.log"
         servers.append(Server(f"{name}-{of}", command, environment, port + core, "/health", log))
-    return Arm(name, servers, Target(f"http://127.0.0.1:{port}", "measured"))
+    first, *others = (Target(f"http://127.0.0.1:{one.port}", "measured") for one in servers)
+    return Arm(name, servers, first, *others)

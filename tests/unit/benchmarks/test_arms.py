@@ -75,9 +75,13 @@ def flags(command: object) -> Engine:
 def test_a_pair_has_the_same_engines_with_the_same_memory(
     kinds: tuple[str, str], tmp_path: Path
 ) -> None:
-    first, second = (engines(arm, tmp_path) for arm in make_arms(kinds, "/m", FLAGS, tmp_path))
+    arms = make_arms(kinds, "/m", FLAGS, tmp_path)
+    first, second = (engines(arm, tmp_path) for arm in arms)
     assert first == second
     assert len(first) == (1 if "one" in kinds else 2)
+    for arm in arms:
+        # Where all are asked at once, each engine is asked by an address or a name of its own.
+        assert len({(to.url, to.model) for to in arm.targets}) == len(arm.targets) == len(first)
     memory = {each["kv_cache_memory_bytes"] for each in first}
     expected = pair_options(kinds, FLAGS).flags
     assert memory == {expected.kv_cache_memory_bytes}

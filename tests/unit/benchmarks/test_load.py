@@ -202,6 +202,21 @@ def test_a_window_stays_open_until_each_stream_has_ended_a_request() -> None:
     assert len(seen.ended_within()) == 2
 
 
+def test_streams_are_divided_evenly_over_the_targets() -> None:
+    seen: list[str] = []
+
+    async def noted(request: web.Request) -> web.StreamResponse:
+        seen.append((await request.json())["model"])
+        return await three_tokens(request)
+
+    def load(to: Target) -> Coroutine[None, None, Window]:
+        both = (to, Target(to.url, "other"))
+        return closed_loop(*both, streams=4, warmup=0, seconds=0.001, max_tokens=3, seed="a")
+
+    assert asyncio.run(with_server(noted, load)).errors == []
+    assert sorted(seen[:4]) == ["m", "m", "other", "other"]
+
+
 def asked(count: int) -> list[Request]:
     return [Request.chat("m", [], 3, at_s=0.02 * number) for number in range(count)]
 

@@ -43,15 +43,6 @@ def test_the_baseline_goes_with_each_other_and_itself_first() -> None:
     assert overhead.comparison_name("bare", "loomserve:/x") == "loomserve-there"
 
 
-def test_a_ratio_within_the_noise_is_told_from_one_beyond_it() -> None:
-    noise = {"spread": {"throughput_ratio_8": [0.97, 1.04], "throughput_ratio_32": [0.99, 1.01]}}
-    other = {"throughput_ratio_8": 1.03, "throughput_ratio_32": 0.95}
-    assert overhead.beyond_noise({"noise": noise, "default": other}) == {
-        "default": {"throughput_ratio_8": False, "throughput_ratio_32": True}
-    }
-    assert overhead.beyond_noise({"default": other}) == {}
-
-
 def answered(prompt: int, ttft_ms: float, *gaps_ms: float) -> Outcome:
     times = tuple(at / 1000 for at in itertools.accumulate([ttft_ms, *gaps_ms]))
     return Outcome(0.0, prompt_tokens=prompt, output_tokens=len(times), times=times)
