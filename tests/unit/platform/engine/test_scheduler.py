@@ -26,6 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from loomserve.platform.engine.options.engine_config import look_at_class
 from loomserve.platform.engine.resumption.travelling import RESUMED
 from loomserve.platform.engine.scheduler import AdaptiveScheduler, make_scheduler
 from loomserve.platform.engine.scheduling.device_time import take_device_s
@@ -53,6 +54,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     tiny_llama.save(folder, vocabulary=1000, context=1024)
+    look_at_class({"model": str(folder)})
     return folder
 
 
