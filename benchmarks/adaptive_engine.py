@@ -185,7 +185,7 @@ class Engine:
 
     def _use(self, batch_limit: int, options: Mapping[str, Any] | None) -> None:
         self._llm.reset_prefix_cache()
-        self._scheduler.max_num_running_reqs = batch_limit
+        self._scheduler.most_running = batch_limit
         if options is not None:
             from loomserve.platform.scheduling.options import SchedulerOptions
 

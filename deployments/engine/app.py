@@ -137,8 +137,8 @@ def _environment(spec: EngineSpec, engine_options: Mapping[str, Any]) -> dict[st
     if spec.devices[0].kind != "cpu":
         environment["VLLM_USE_V2_MODEL_RUNNER"] = str(spec.model.model_runner - 1)
         return environment
-    # On a CPU, vLLM 0.29 cannot load what this saves ("no attribute 'finalize_loading'") and
-    # compiles at each start, for 45 s; torch's own cache takes 12 s.
+    # On a CPU, vLLM 0.29 could not load what this saves ("no attribute 'finalize_loading'") and
+    # compiled at each start, for 45 s; torch's own cache takes 12 s.
     environment["VLLM_USE_AOT_COMPILE"] = "0"
     if engine_options.get("enforce_eager"):
         # vLLM compiles the ranks of log probabilities all the same, with g++, within the first

@@ -186,12 +186,8 @@ class SaveTracker:
 
 
 def _block_tables(state: KVConnectorBlockState) -> Iterator[tuple[str, list[int]]]:
-    if hasattr(state, "block_ids"):  # vLLM 0.29 has them at hand
-        all_tables = state.block_ids.items()
-    else:  # 0.32 looks them up
-        all_tables = ((request_id, state.get_block_ids(request_id)) for request_id in state.req_ids)
-    for request_id, tables in all_tables:
-        yield request_id, list(tables[0])
+    for request_id in state.req_ids:
+        yield request_id, list(state.get_block_ids(request_id)[0])
 
 
 def _computed_tokens(scheduled: SchedulerOutput) -> dict[str, int]:

@@ -24,14 +24,6 @@ _MOST_THREADS = 8
 """Of one grammar."""
 
 
-def _as_it_is(tokenizer: Any) -> Any:
-    """What vLLM 0.32 takes; 0.29 wraps one of Mistral's."""
-    return tokenizer
-
-
-_wrapped = getattr(structured_output, "maybe_wrap_mistral_common_tokenizer", _as_it_is)
-
-
 def read_with_first_grammar() -> None:
     """Have managers of structured outputs that are made from now on read it when they need it."""
     structured_output.cached_tokenizer_from_config = _none
@@ -69,5 +61,5 @@ def _tokenizer(manager: StructuredOutputManager) -> Any:
     if found is None:
         _bound_xgrammar()
         read = cached_tokenizer_from_config(model_config=manager.vllm_config.model_config)
-        found = vars(manager)[_READ] = _wrapped(read)
+        found = vars(manager)[_READ] = read
     return found

@@ -97,6 +97,24 @@ class Source:
                         if not ast.unparse(node.annotation).startswith("ClassVar"):
                             yield name
 
+    def type_of(self, attribute: str) -> str:
+        """What an attribute is declared as, in a class's body or where a method sets it, else what
+        makes the value that it is first given: ``set`` of ``set()`` and ``{1}``."""
+        values = list[str]()
+        for node in chain.from_iterable(ast.walk(one.node) for one in self.line()):
+            match node:
+                case ast.AnnAssign(target=ast.Name(id=name) | ast.Attribute(attr=name)):
+                    if name == attribute:
+                        return ast.unparse(node.annotation)
+                case ast.Assign(targets=[ast.Name(id=name) | ast.Attribute(attr=name)]):
+                    if name == attribute:
+                        match node.value:
+                            case ast.Call(func=made):
+                                values.append(ast.unparse(made))
+                            case value:
+                                values.append(type(value).__name__.lower())
+        return values[0] if values else "unknown"
+
     def parameters(self, method: str) -> list[str]:
         """Names of a function's parameters, bound; empty for what is no function."""
         for one in self.line():
@@ -153,16 +171,15 @@ def problems(hook: Hook) -> Iterator[str]:
         yield f"{error} ({hook.owner})"
         return
     for member in hook.members:
+        member, _, type_ = member.partition(": ")
         called, _, parameters = member.rstrip(")").partition("(")
         wanted = parameters.split(", ") if parameters else []
-        # Versions of vLLM name some members otherwise, and some have none of them.
-        names = called.removesuffix("?").split("|")
-        there = next(filter(source.has, names), None)
-        if there is None:
-            if not called.endswith("?"):
-                yield f"{hook.target} has no {called} ({hook.owner})"
-        elif source.parameters(there)[: len(wanted)] != wanted:
-            yield f"{hook.target}.{there} does not take ({parameters}) ({hook.owner})"
+        if not source.has(called):
+            yield f"{hook.target} has no {called} ({hook.owner})"
+        elif source.parameters(called)[: len(wanted)] != wanted:
+            yield f"{hook.target}.{called} does not take ({parameters}) ({hook.owner})"
+        elif type_ and type_ not in (kind := source.type_of(called), kind.partition("[")[0]):
+            yield f"{hook.target}.{called} is of type {kind}, not {type_} ({hook.owner})"
 
 
 def find_class(module: str, name: str) -> Source | None:

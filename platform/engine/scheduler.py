@@ -27,13 +27,13 @@ from loomserve.platform.engine.profiling.step_timing import StepClock
 from loomserve.platform.engine.resumption.scheduling import ResumedRequests
 from loomserve.platform.engine.scheduler_calls import SchedulerCalls
 from loomserve.platform.engine.scheduling.admission import Admission
-from loomserve.platform.engine.scheduling.any_version import AnyVersionScheduler
 from loomserve.platform.engine.scheduling.costs import EngineCosts, block_bytes
 from loomserve.platform.engine.scheduling.device_time import DeviceTime
 from loomserve.platform.engine.scheduling.gated_queue import GatedQueue
 from loomserve.platform.engine.scheduling.order import QueueOrder
 from loomserve.platform.engine.scheduling.step_hooks import StepHooks
 from loomserve.platform.engine.scheduling.swap_space import SwapSpace
+from loomserve.platform.engine.scheduling.waiting import WaitingScheduler
 from loomserve.platform.run.fate import end_with_parent
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG, SchedulerOptions
 
@@ -47,7 +47,7 @@ def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> AdaptiveScheduler:
     return kind(vllm_config=vllm_config, **kwargs)
 
 
-class AdaptiveScheduler(AnyVersionScheduler):
+class AdaptiveScheduler(WaitingScheduler):
     """AdaptiveLLM's scheduling of memory and requests (sections 3.4 and 3.5) in vLLM's steps.
 
     It overrides vLLM's steps, and leaves decisions to its parts: :class:`QueueOrder` sorts,

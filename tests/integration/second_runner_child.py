@@ -23,7 +23,7 @@ def _interpret_triton() -> None:
     version = importlib.metadata.version
 
     def version_for_cpus(name: str) -> Any:
-        return "0.29.0+cpu" if name == "vllm" else version(name)
+        return "0.32.0+cpu" if name == "vllm" else version(name)
 
     importlib.metadata.version = version_for_cpus
     import triton.language as tl

@@ -66,31 +66,10 @@ class ResumedRequests:
 
     def _advance(self, request: Request) -> bool:
         """Advance the grammar over the tokens so far, but for those of reasoning."""
-        tokens = list(request.output_token_ids)
-        if hasattr(self._grammars, "accept_tokens"):
-            # vLLM 0.32 knows the end of reasoning in any tokens; 0.29 in those of a step alone.
-            accepted: bool = self._grammars.accept_tokens(request, tokens)
-        else:
-            written = tokens[self._reasoning(request, tokens) :]
-            accepted = not written or request.structured_output_request.grammar.accept_tokens(
-                request.request_id, written
-            )
+        accepted: bool = self._grammars.accept_tokens(request, list(request.output_token_ids))
         if not accepted:
             _logger.error("request %s does not follow its grammar", request.request_id)
         return accepted
-
-    def _reasoning(self, request: Request, tokens: list[int]) -> int:
-        """How many of an answer's tokens are reasoning, which no grammar rules."""
-        if self._grammars.should_fill_bitmask(request):
-            return 0
-        reasoner = self._grammars._get_reasoner(request)
-        seen = list(request.prompt_token_ids or ())
-        for count, token in enumerate(tokens, 1):
-            seen.append(token)
-            if reasoner.is_reasoning_end_streaming(seen, [token]):
-                request.structured_output_request.reasoning_ended = True
-                return count
-        return len(tokens)
 
 
 def _tell_prefill(request: Request, computed: int) -> None:

@@ -43,8 +43,8 @@ class GrammarChecks:
     def __init__(self, processor: InputProcessor, *, limit_s: float = _LIMIT_S) -> None:
         self._limit_s = limit_s
         self._threads = ThreadPoolExecutor(_THREADS, "grammars")
-        # By the identity of parameters, what vLLM's check of them returned: in 0.32 whether their
-        # answer gets a watermark, in 0.29 nothing.
+        # By the identity of parameters, what vLLM's check of them returned: whether their answer
+        # gets a watermark.
         self._checked: dict[int, Any] = {}
         # As vLLM's check left them, for it writes into them.
         self._good: OrderedDict[bytes, StructuredOutputsParams] = OrderedDict()

@@ -15,7 +15,6 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from loomserve.platform.disaggregation.metrics import HandoffMetrics
 
-# Of them vLLM 0.29 has not the last.
 _PARTS = ("_spec_decoding_cls", "_kv_connector_cls", "_perf_metrics_cls", "_ec_connector_cls")
 
 
@@ -79,7 +78,7 @@ class ReplicaStatistics:
             known.logger.record_sleep_state(sleep, level)
 
     def record_admission_rejection(self, reason: str) -> None:
-        """Nothing: vLLM 0.32 tells of requests that no replica has got yet."""
+        """Nothing: vLLM tells of requests that no replica has got yet."""
 
     def log(self) -> None:
         """Nothing: the platform shows metrics, and writes no statistics into its log."""
@@ -98,6 +97,6 @@ def _logger_class(registry: CollectorRegistry) -> Any:
     parts = {
         name: type(base.__name__, (base,), classes)
         for name in _PARTS
-        if (base := getattr(stock, name, None)) is not None
+        for base in [getattr(stock, name)]
     }
     return type("RegisteredStatLogger", (stock,), {**classes, **parts})

@@ -20,8 +20,7 @@ _TIMEOUT_S = 120.0
 
 
 class UtilityClient(EngineCoreClient):  # type: ignore[misc]
-    """vLLM's client calls that are utilities. vLLM 0.29 makes them all from
-    ``call_utility_async``, 0.32 some from the two others."""
+    """vLLM's client calls that are utilities, which it makes from three calls."""
 
     # AsyncLLM asks for it before each request; a lost replica is no dead front end.
     resources = SimpleNamespace(engine_dead=False)

@@ -138,7 +138,7 @@ def _too_many(name: str, given: int, most: int, what: str) -> BadRequest:
 
 
 def check_conversation(items: object) -> None:
-    """Raises BadRequest for too many items of ``input``, and those that vLLM 0.29 fails on."""
+    """Raises BadRequest for too many items of ``input``, and those that vLLM fails on."""
     if isinstance(items, list):
         _check_number(items, "input", MOST_ITEMS)
         parts = (item.get("content") for item in items if isinstance(item, dict))

@@ -1,4 +1,4 @@
-"""The fields of each endpoint's requests: which vLLM 0.29 obeys, which do nothing, of which kind.
+"""The fields of each endpoint's requests: which vLLM 0.32 obeys, which do nothing, of which kind.
 
 Held to vLLM's own request classes by ``tests/unit/platform/requests/engine/test_fields.py``.
 """

@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from vllm.entrypoints.chat_utils import make_tool_call_id
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.renderers.chat_utils import make_tool_call_id
 
 from loomserve.platform.front_end.engine.answers.messages import Messages
 from loomserve.platform.front_end.policy.finish_reasons import End, finish_reason, is_whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import vllm._custom_ops  # noqa: F401 (vLLM 0.32 draws in an operator of its own)
+import vllm._custom_ops  # noqa: F401 (vLLM draws in an operator of its own)
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from loomserve.platform.engine.resumption.model_runner import quickest_draw
