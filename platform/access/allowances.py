@@ -70,11 +70,9 @@ class Allowances:
         self._alone = False
 
     def room(self, limit: Limit, used: float = 0.0) -> float:
-        """Units that this gateway may use now; to be asked before they are used.
-
-        A limit of which nothing was told yet has a small share: half of an equal part. Of a day,
-        ``used`` is what this node has used of it so far.
-        """
+        """Units that this gateway may use now; to be asked before they are used. A limit of which
+        nothing was told yet has a small share: half of an equal part. Of a day, ``used`` is what
+        this node has used of it so far."""
         account = self._account(limit, used)
         self._fill(account)
         if account.told is not None:

@@ -19,12 +19,9 @@ def new_key() -> tuple[str, str]:
 
 
 def hash_key(key: str) -> str:
-    """Hash a key as the configuration keeps it: ``sha256:HEX``.
-
-    Keys are 256 random bits, so nobody can guess one from its hash, however fast the hash is.
-    Slow, salted hashes protect passwords that people choose; here they would only cost time on
-    every request.
-    """
+    """Hash a key as the configuration keeps it: ``sha256:HEX``. Keys are 256 random bits, so nobody
+    can guess one from its hash, however fast the hash is. Slow, salted hashes protect passwords
+    that people choose; here they would only cost time on every request."""
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -56,11 +53,8 @@ class KeyRing:
         self._clock = clock
 
     def identify(self, presented: str | None) -> ApiKey | None:
-        """Find the key that a client presented; None: anyone may enter.
-
-        Raises:
-            Unauthorized: no key was presented, the ring does not have it, or it has expired.
-        """
+        """Find the key that a client presented; None: anyone may enter. Raises Unauthorized if no
+        key was presented, the ring does not have it, or it has expired."""
         if not self._required:
             return None
         if not presented:
@@ -92,11 +86,9 @@ def may_use(key: ApiKey | None, model: str) -> bool:
 
 
 def usable_models(key: ApiKey | None, name: str, alias: Alias) -> dict[str, int]:
-    """The models of an alias that a key's requests for it may go to, with their weights.
-
-    A key that names the alias may use whatever it stands for. Any other gets of it what it may use
-    anyway: what an alias is changed to gives no key a model that its operator did not.
-    """
+    """The models of an alias that a key's requests for it may go to, with their weights. A key that
+    names the alias may use whatever it stands for. Any other gets of it what it may use anyway:
+    what an alias is changed to gives no key a model that its operator did not."""
     if may_use(key, name):
         return dict(alias.models)
     return {model: weight for model, weight in alias.models.items() if may_use(key, model)}

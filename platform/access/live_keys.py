@@ -38,12 +38,9 @@ def with_absolute_path(server: Server, base: Path) -> Server:
 
 
 def read_keys(server: Server) -> tuple[ApiKey, ...]:
-    """The keys of the configuration, then those of its keys file, whose path is absolute.
-
-    Raises:
-        ConfigError: the file cannot be read or is wrong, others can open it, or it repeats a name
-            or a hash of the configuration.
-    """
+    """The keys of the configuration, then those of its keys file, whose path is absolute. Raises
+    ConfigError if the file cannot be read or is wrong, others can open it, or it repeats a name or
+    a hash of the configuration."""
     if server.api_keys_file is None:
         return server.api_keys
     path = Path(server.api_keys_file)
@@ -85,12 +82,9 @@ class LiveKeys:
         return self._ring
 
     def named(self, name: str) -> ApiKey | None:
-        """Find a key, for work that is sent with its name; None: the platform needs no keys.
-
-        Raises:
-            Forbidden: there is no such key any more, or it has expired.
-            Unavailable: it may stand in the newest keys file, which cannot be used.
-        """
+        """Find a key, for work that is sent with its name; None: the platform needs no keys. Raises
+        Forbidden if there is no such key any more, or it has expired; Unavailable if it may stand
+        in the newest keys file, which cannot be used."""
         if not name and not self._server.asks_for_keys:
             return None
         key = next((key for key in self._keys if key.name == name), None)

@@ -61,10 +61,8 @@ class Bucket:
 
 
 class KeyRates:
-    """One kind of rate of all API keys, over the gateways of this node and those of others.
-
-    Keys are known by name: one that is changed or comes back goes on with what it has used.
-    """
+    """One kind of rate of all API keys, over the gateways of this node and those of others. Keys
+    are known by name: one that is changed or comes back goes on with what it has used."""
 
     def __init__(
         self,
@@ -102,10 +100,8 @@ class KeyRates:
                 self._allowances.use(self._limit(name, rate), units)
 
     def take_news(self, name: str, rate: int | None) -> int:
-        """Take over what other gateways of the node have counted; returns these units.
-
-        A bucket fills from when it was taken of, so that news that come late keep a key waiting.
-        """
+        """Take over what other gateways of the node have counted; returns these units. A bucket
+        fills from when it was taken of, so that news that come late keep a key waiting."""
         units = self._counts.news(of_key(name), self._count)
         if units and rate is not None:
             self._buckets[name].add(units, rate, self._clock())

@@ -51,12 +51,9 @@ class RequestMeter:
         self._sequences.add(of_key(key.name), most, 1)
 
     def acquire_more(self, key: ApiKey, more: int) -> None:
-        """Admit ``more`` sequences of a request that was admitted with one.
-
-        Raises:
-            BadRequest: the request has more sequences than the key may have at all.
-            TooManyRequests: the key is over its limit now.
-        """
+        """Admit ``more`` sequences of a request that was admitted with one. Raises BadRequest if
+        the request has more sequences than the key may have at all; TooManyRequests if the key is
+        over its limit now."""
         running, most = self._sequences.on_node(of_key(key.name)), key.max_concurrent
         if most is not None and 1 + more > most:
             raise BadRequest(

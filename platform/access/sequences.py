@@ -59,12 +59,8 @@ class ModelMeter:
         return self._sequences.open.total()
 
     def check(self, model: str, most: int, sequences: int) -> None:
-        """Check that a model, of which there may be ``most``, takes so many more.
-
-        Raises:
-            BadRequest: it never does.
-            TooManyRequests: it does not now.
-        """
+        """Check that a model, of which there may be ``most``, takes so many more. Raises BadRequest
+        if it never does; TooManyRequests if it does not now."""
         if sequences > most:
             raise BadRequest(
                 f"the request asks for {sequences} answers at once, and model {model!r} gives "

@@ -76,10 +76,8 @@ class DayUse(NamedTuple):
 
 
 class TokenMeter:
-    """Tokens that each API key has used in all gateways; used on the event loop only.
-
-    The day's tokens outlive them in a file, which each gateway keeps.
-    """
+    """Tokens that each API key has used in all gateways; used on the event loop only. The day's
+    tokens outlive them in a file, which each gateway keeps."""
 
     def __init__(
         self,
@@ -229,10 +227,7 @@ def _read_first(file: Path) -> dict[str, DayUse]:
 
 
 def _read(file: Path) -> dict[str, DayUse]:
-    """
-    Raises:
-        OSError: the file cannot be read; what it says is not lost by that.
-    """
+    """Raises OSError if the file cannot be read; what it says is not lost by that."""
     try:
         kept = json.loads(file.read_text())
         day = int(kept["day"])

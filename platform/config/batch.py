@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from loomserve.platform.config.base import (
-    Bytes,
-    FieldError,
-    ModelName,
-    Name,
-    Revision,
-    Section,
-)
+from loomserve.platform.config.base import Bytes, FieldError, ModelName, Name, Revision, Section
 from loomserve.platform.config.batching import Batching
 from loomserve.platform.config.lengths import Lengths
 from loomserve.platform.config.simulated import SIMULATED
@@ -35,8 +28,7 @@ class OfflineModel(Section):
         None, description="Predict its answers' lengths; null: by lines that have finished."
     )
     batching: Batching = Field(
-        default_factory=Batching,
-        description="Which lines run together, and which batch is next.",
+        default_factory=Batching, description="Which lines run together, and which batch is next."
     )
 
     @model_validator(mode="after")

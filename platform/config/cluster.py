@@ -17,8 +17,7 @@ class Cluster(Section):
     """The nodes that ``loomserve node`` has started, and on which engines run."""
 
     address: ClusterAddress | None = Field(
-        None,
-        description="HOST:PORT of the cluster's head; null: as RAY_ADDRESS says.",
+        None, description="HOST:PORT of the cluster's head; null: as RAY_ADDRESS says."
     )
     token_file: Annotated[str, Field(min_length=1)] | None = Field(
         None,

@@ -21,8 +21,7 @@ class Device(Section):
         (), description="The cores that an engine on this CPU device is bound to."
     )
     node: Name | None = Field(
-        None,
-        description="Of a cluster: the node that it is on, as loomserve node --name says.",
+        None, description="Of a cluster: the node that it is on, as loomserve node --name says."
     )
     gpu: Annotated[int, Field(ge=0)] | None = Field(
         None, description="The GPU's number on its node, as nvidia-smi counts."

@@ -49,9 +49,7 @@ class Elastic(Section):
         description="Requests that may wait for one model in each gateway; more are answered 503.",
     )
     comment_s: float = Field(
-        5.0,
-        gt=0,
-        description="Seconds between two comments that a stream gets while it waits.",
+        5.0, gt=0, description="Seconds between two comments that a stream gets while it waits."
     )
     residence_s: float = Field(
         20.0,

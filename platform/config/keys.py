@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AwareDatetime, Field, field_validator
+from pydantic import AfterValidator, AwareDatetime, Field
 
 from loomserve.platform.config.base import FieldError, ModelName, Name, Section
 
@@ -62,19 +62,7 @@ class ApiKey(Section):
         return (self.hash,) if self.next_hash is None else (self.hash, self.next_hash)
 
 
-class KeysFile(Section):
-    """The file ``server.api_keys_file``."""
-
-    api_keys: tuple[ApiKey, ...] = Field((), description="As in server.api_keys.")
-
-    @field_validator("api_keys")
-    @classmethod
-    def _keys_differ(cls, keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
-        check_keys_differ(keys)
-        return keys
-
-
-def check_keys_differ(keys: tuple[ApiKey, ...]) -> None:
+def _checked(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
     """Raises FieldError if two keys have one name or hash."""
     names: set[str] = set()
     hashes: set[str] = set()
@@ -87,3 +75,13 @@ def check_keys_differ(keys: tuple[ApiKey, ...]) -> None:
                 raise FieldError("two API keys have the same hash", (index, field))
             if value is not None:
                 hashes.add(value)
+    return keys
+
+
+ApiKeys = Annotated[tuple[ApiKey, ...], AfterValidator(_checked)]
+
+
+class KeysFile(Section):
+    """The file ``server.api_keys_file``."""
+
+    api_keys: ApiKeys = Field((), description="As in server.api_keys.")

@@ -28,10 +28,7 @@ _REFUSED_WITH_PIPELINE = {
 }
 
 # Fields of a model that a simulated one does not allow, and what it lacks for them.
-_REFUSED_WHEN_SIMULATED = {
-    "pipeline": "layers to divide",
-    "lending": "KV and attention to lend",
-}
+_REFUSED_WHEN_SIMULATED = {"pipeline": "layers to divide", "lending": "KV and attention to lend"}
 
 # Those of which requests would get adapters that they do not name, and KV that is not told apart.
 _REFUSED_WITH_ADAPTERS = {

@@ -30,12 +30,10 @@ class PolicyOptions(BaseModel):
 
 
 class PolicyRegistry:
-    """Policies of one kind: subclasses of one class, whose ``Options`` are a pydantic model.
-
-    As metadata of a ``str`` it is the type of a field that names one of them. Entry points are
-    looked up once, when a name is asked for that is none of the platform's own: that takes some
-    16 ms. What is loaded is kept.
-    """
+    """Policies of one kind: subclasses of one class, whose ``Options`` are a pydantic model. As
+    metadata of a ``str`` it is the type of a field that names one of them. Entry points are looked
+    up once, when a name is asked for that is none of the platform's own: that takes some 16 ms.
+    What is loaded is kept."""
 
     def __init__(self, kind: str, group: str, base: str, own: Mapping[str, str]) -> None:
         """``group``: of entry points; ``base`` and ``own``: classes as ``module:Class``."""

@@ -103,7 +103,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _borrowers_have_lenders(self) -> Config:
-        lend = {model.name: _lends(model) for model in self.models}
+        lend = {each.name: each.lending and each.lending.lends_to_others for each in self.models}
         for index, model in enumerate(self.models):
             lending = model.lending
             if lending is None or lending.borrow_memory is None or lending.among_replicas:
@@ -319,10 +319,6 @@ def _check_model_memory(config: Config, index: int, model: Model) -> None:
                 f"memory ({device.memory} bytes): lower it, or raise the device's memory",
                 ("models", index, "kv_cache_memory"),
             )
-
-
-def _lends(model: Model) -> bool:
-    return model.lending is not None and model.lending.lends_to_others
 
 
 def _refuse_duplicates(field: str, names: list[str]) -> None:

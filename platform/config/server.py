@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.config.base import Bytes, FieldError, Section
-from loomserve.platform.config.keys import ApiKey, KeyHash, check_keys_differ
+from loomserve.platform.config.keys import ApiKeys, KeyHash
 from loomserve.platform.config.tracing import Tracing
 
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?$")]
@@ -21,10 +21,10 @@ class Tls(Section):
 
     certificate: Annotated[str, Field(min_length=1)] = Field(
         description="PEM file with the server's certificate and then those of its issuers, "
-        "relative to this file. A new one is taken over within two seconds, without a restart.",
+        "relative to this file. A new one is taken over within two seconds, without a restart."
     )
     key: Annotated[str, Field(min_length=1)] = Field(
-        description="PEM file with its private key, not encrypted, that no other user can read.",
+        description="PEM file with its private key, not encrypted, that no other user can read."
     )
 
 
@@ -55,10 +55,9 @@ class Server(Section):
         "all that there is, and port answers /v1 and the probes alone. null: port answers all.",
     )
     tls: Tls | None = Field(
-        None,
-        description="Speak HTTPS; null: HTTP, which others on the way can read.",
+        None, description="Speak HTTPS; null: HTTP, which others on the way can read."
     )
-    api_keys: tuple[ApiKey, ...] = Field((), description="Without keys, anyone may ask.")
+    api_keys: ApiKeys = Field((), description="Without keys, anyone may ask.")
     api_keys_file: Annotated[str, Field(min_length=1)] | None = Field(
         None,
         description="YAML file with more api_keys, relative to this file, that no other user can "
@@ -118,9 +117,7 @@ class Server(Section):
         "for all addresses: behind a reverse proxy on another machine set it to max_connections.",
     )
     send_timeout_s: float = Field(
-        30.0,
-        gt=0,
-        description="A client that takes nothing of its answer for so long is cut off.",
+        30.0, gt=0, description="A client that takes nothing of its answer for so long is cut off."
     )
     cors_origins: tuple[str, ...] = Field((), description="Origins browsers may call from.")
     allowed_hosts: tuple[HostName, ...] = Field(
@@ -192,35 +189,23 @@ class Server(Section):
         return bool(self.api_keys) or self.api_keys_file is not None
 
     @model_validator(mode="after")
-    def _open_only_at_home(self) -> Server:
-        if self.is_loopback or self.allow_unauthenticated or self.asks_for_keys:
-            return self
-        raise FieldError(
-            f"{self.host!r} can be reached from other machines, so api_keys must be set (loomserve "
-            "key create); or set allow_unauthenticated: true",
-            "host",
-        )
-
-    @model_validator(mode="after")
-    def _ports_differ(self) -> Server:
+    def _fields_fit_each_other(self) -> Server:
+        if not (self.is_loopback or self.allow_unauthenticated or self.asks_for_keys):
+            raise FieldError(
+                f"{self.host!r} can be reached from other machines, so api_keys must be set "
+                "(loomserve key create); or set allow_unauthenticated: true",
+                "host",
+            )
         if self.admin_port == self.port:
             raise FieldError(
                 "is port, where clients ask: take another, or leave it out", "admin_port"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_body_fits(self) -> Server:
         if self.max_body_total < self.max_body:
             raise FieldError(
                 f"is less than max_body, {self.max_body} bytes, so that not one such body would "
                 "be taken: raise it",
                 "max_body_total",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _tokens_differ(self) -> Server:
         if self.metrics_token_hash and self.metrics_token_hash == self.admin_token_hash:
             raise FieldError(
                 "is the admin token's, which Prometheus should not have: make another one "
@@ -228,9 +213,3 @@ class Server(Section):
                 "metrics_token_hash",
             )
         return self
-
-    @field_validator("api_keys")
-    @classmethod
-    def _keys_differ(cls, keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
-        check_keys_differ(keys)
-        return keys

@@ -24,7 +24,7 @@ class Tracing(Section):
     endpoint: str = Field(
         description="URL of the collector, such as http://localhost:4317 for grpc or "
         "http://localhost:4318 for http/protobuf, of which /v1/traces is asked unless it has a "
-        "path of its own. https: TLS, with the certificates that this machine trusts.",
+        "path of its own. https: TLS, with the certificates that this machine trusts."
     )
     protocol: Literal["grpc", "http/protobuf"] = Field(
         "grpc", description="How spans travel to the collector."

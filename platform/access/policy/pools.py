@@ -203,11 +203,9 @@ class Pool:
 
 
 def slices(demands: Mapping[str, float], limit: float) -> dict[str, float]:
-    """Divide a limit by demand, max-min fair; the sum is the limit.
-
-    Nobody gets less than its demand while another gets more than an equal part. What nobody asks
-    for is divided evenly, so that the next one to ask has some.
-    """
+    """Divide a limit by demand, max-min fair; the sum is the limit. Nobody gets less than its
+    demand while another gets more than an equal part. What nobody asks for is divided evenly, so
+    that the next one to ask has some."""
     given, left, asking = dict[str, float](), max(0.0, limit), len(demands)
     for name, demand in sorted(demands.items(), key=lambda each: (each[1], each[0])):
         given[name] = min(max(0.0, demand), left / asking)
