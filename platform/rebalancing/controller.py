@@ -32,7 +32,7 @@ from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError
 from loomserve.platform.rebalancing.policy.actions import Action, ActionKind
 from loomserve.platform.rebalancing.policy.heat import at_once, classify
 from loomserve.platform.rebalancing.policy.manual import manual
-from loomserve.platform.rebalancing.policy.measured import Flaw, Measured, listed
+from loomserve.platform.rebalancing.policy.measured import Measured, listed
 from loomserve.platform.rebalancing.policy.planner import propose
 from loomserve.platform.rebalancing.scaler import Scaler
 from loomserve.platform.rebalancing.tally import Tally
@@ -153,7 +153,8 @@ class Rebalancer:
             flaws, snapshot = measured.flaws(self._options), measured.snapshot
             if snapshot is None or (flaws and not (actions and forced)):
                 if actions:
-                    raise Conflict(_unfit(flaws, can_be_forced=snapshot is not None))
+                    advice = "wait, or force it" if snapshot else "it cannot be decided without"
+                    raise Conflict(f"what is measured does not suffice: {listed(flaws)}; {advice}")
                 return MadePlan(flaws=flaws)
             corrections = self._history.corrections
             if actions:
@@ -264,8 +265,3 @@ class Rebalancer:
 
 def _new_id() -> str:
     return f"plan-{secrets.token_hex(4)}"
-
-
-def _unfit(found: Sequence[Flaw], *, can_be_forced: bool) -> str:
-    advice = "wait, or force it" if can_be_forced else "it cannot be decided without"
-    return f"what is measured does not suffice: {listed(found)}; {advice}"

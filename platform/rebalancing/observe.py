@@ -261,7 +261,7 @@ def kv_at(loan: LoanState, footprint: FootprintState) -> int:
 def _model(
     name: str, count: int, whole: Sequence[_Complete], engines: Sequence[EngineSnapshot]
 ) -> ModelSnapshot:
-    of = _of(name, whole)
+    of = [each for each in whole if each.heartbeat.model.name == name]
     if not of:
         # The snapshot's flaws say that its replicas are missing.
         return ModelSnapshot(name=name, devices=(), replicas=count, replica_bytes=0)
@@ -280,10 +280,6 @@ def _model(
         roles=configured.roles is not None,
         scaled=scaled,
     )
-
-
-def _of(model: str, whole: Sequence[_Complete]) -> list[_Complete]:
-    return [each for each in whole if each.heartbeat.model.name == model]
 
 
 def _links(profile: DeviceProfile) -> tuple[Link, ...]:

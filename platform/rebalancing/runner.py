@@ -62,12 +62,7 @@ class RebalancingRunner:
     """Connects the rebalancing controller with the fleet."""
 
     def __init__(
-        self,
-        config: Config,
-        base: Path,
-        fleet: Fleet,
-        replicas: ReplicaControl,
-        room_for: RoomFor,
+        self, config: Config, base: Path, fleet: Fleet, replicas: ReplicaControl, room_for: RoomFor
     ) -> None:
         """``replicas`` does what Serve has to do; ``room_for`` makes room on devices."""
         options = config.rebalancing

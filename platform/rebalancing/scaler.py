@@ -120,7 +120,8 @@ class Scaler:
         for model in measured.scaled:
             if self._end_drained(model):
                 continue
-            seen = look(self._watch(model.name, kept), model, at_s)
+            learnt = ScalingWatch(shortages=kept.shortages.get(model.name, {}))
+            seen = look(self._watches.get(model.name, learnt), model, at_s)
             self._watches[model.name] = seen.watch
             self._loads[model.name] = ModelScaling(
                 model=model.name, replicas=model.kept, load=seen.load
@@ -132,11 +133,6 @@ class Scaler:
             more = change.direction == "up"
             self._watches[model.name] = carried_out(seen.watch, model, at_s, more=more)
         return changes
-
-    def _watch(self, name: str, kept: Kept) -> ScalingWatch:
-        if name not in self._watches:
-            return ScalingWatch(shortages=kept.shortages.get(name, {}))
-        return self._watches[name]
 
     def carry_out(self, changes: Iterable[ScalingChange]) -> None:
         """Make them, once they have been kept."""

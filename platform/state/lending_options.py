@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from typing_extensions import TypedDict
+
+from loomserve.platform.base.frozen import Frozen
 
 LENDING_CONFIG = "loomserve_lending"
 """The key of ``additional_config`` under which an engine finds its :class:`LendingOptions`."""
@@ -19,10 +21,8 @@ class ShardSpec(TypedDict, total=False):
     layers: list[int]
 
 
-class LendingOptions(BaseModel):
+class LendingOptions(Frozen):
     """Lending options; all bytes are of the engine's own KV."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     borrow_bytes: int = Field(0, ge=0, description="Most bytes that it keeps with lenders.")
     lenders: int = Field(1, ge=1, description="Most lenders at a time.")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import groupby
@@ -117,7 +117,9 @@ class UsageFiles:
 
     def read(self, begin: str, end: str) -> Iterator[UsageRecord]:
         """Records of all nodes from a minute to before another; torn lines are skipped."""
-        for path in self._months(begin[:7], end[:7]):
+        for path in sorted(self._folder.glob(f"*{_ENDING}")):
+            if not begin[:7] <= path.name[:7] <= end[:7]:
+                continue
             torn = 0
             with path.open("rb") as file:
                 for line in file:
@@ -130,11 +132,6 @@ class UsageFiles:
                         yield record
             if torn:
                 _log.warning("%d lines of %s are no usage", torn, path)
-
-    def _months(self, first: str, last: str) -> Sequence[Path]:
-        return sorted(
-            path for path in self._folder.glob(f"*{_ENDING}") if first <= path.name[:7] <= last
-        )
 
 
 @contextmanager

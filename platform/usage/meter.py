@@ -70,10 +70,8 @@ class UsageMeter:
         self._unwritable = False
 
     def charge(self, key: ApiKey | None, model: str, usage: RequestUsage) -> None:
-        """Count a request that ended; one that no engine gave a token for is not counted.
-
-        Where an engine did not tell its time, the model's mean time for a token stands for it.
-        """
+        """Count a request that ended; one that no engine gave a token for is not counted. Where an
+        engine did not tell its time, the model's mean time for a token stands for it."""
         if not usage.begun:
             return
         pace = self._paces.setdefault(model, _Pace())

@@ -5,17 +5,14 @@ from __future__ import annotations
 from functools import cached_property
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.base.frozen import Frozen
 from loomserve.platform.placement.policy.graph import ModelShape
 
 
-class _Node(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class StageTimes(_Node):
+class StageTimes(Frozen):
     """Times of a decode step of ``batch`` requests on a device, in seconds."""
 
     batch: int = Field(ge=1)
@@ -25,14 +22,14 @@ class StageTimes(_Node):
     last_s: float = Field(0.0, ge=0, description="Output head and sampling.")
 
 
-class ModelTimes(_Node):
+class ModelTimes(Frozen):
     """Measured stage times of a model on a device."""
 
     model: str = Field(description="Its source, as configurations name it.")
     times: tuple[StageTimes, ...] = Field(min_length=1, description="By batch, ascending.")
 
 
-class MeasuredDevice(_Node):
+class MeasuredDevice(Frozen):
     """Memory and speed of a device, and the models that were timed on it."""
 
     name: str
@@ -46,7 +43,7 @@ class MeasuredDevice(_Node):
     models: tuple[ModelTimes, ...] = ()
 
 
-class MeasuredLink(_Node):
+class MeasuredLink(Frozen):
     """Latency and bandwidth from one device to another."""
 
     source: str
@@ -56,7 +53,7 @@ class MeasuredLink(_Node):
     measured: bool = Field(description="False: what is assumed of such devices.")
 
 
-class DeviceProfile(_Node):
+class DeviceProfile(Frozen):
     """Measured devices of a configuration, and the links between them."""
 
     measured_at: str = Field(description="UTC, ISO 8601.")

@@ -156,13 +156,10 @@ NEIGHBOURS = 7
 
 
 def shortlist(kinds: Kinds, bound: float, most: int) -> list[int]:
-    """Indices of the devices of at most ``most`` kinds, from which a good pipeline can be made.
-
-    On it are those that hold the most layers in a stage of ``bound`` seconds, the fastest and, so
-    that the model fits, the largest in turn, each with those to which it has the best links (of
-    equal ones the fastest): a pipeline of the best devices alone would cross slow links at each
-    stage.
-    """
+    """Indices of the devices of at most ``most`` kinds, from which a good pipeline can be made. On
+    it are those that hold the most layers in a stage of ``bound`` seconds, the fastest and, so that
+    the model fits, the largest in turn, each with those to which it has the best links (of equal
+    ones the fastest): a pipeline of the best devices alone would cross slow links at each stage."""
     chosen: dict[int, None] = {}
     for kind in _in_turn(kinds, bound):
         if len(chosen) >= most:

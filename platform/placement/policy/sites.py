@@ -30,8 +30,7 @@ def best_site(sites: Sequence[Site]) -> Site:
     """The device, of at least one, where least time is lost, by others or to them; of equal ones
     the emptiest, then the first."""
     return min(
-        sites,
-        key=lambda each: (each.loss is None, _steps(each), each.loss or 0.0, -each.free),
+        sites, key=lambda each: (each.loss is None, _steps(each), each.loss or 0.0, -each.free)
     )
 
 

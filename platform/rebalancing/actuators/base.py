@@ -10,8 +10,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from loomserve.platform.base.frozen import Frozen
 from loomserve.platform.rebalancing.plans.records import ActionRecord
 from loomserve.platform.rebalancing.policy.actions import Action
 
@@ -25,11 +26,9 @@ class ActionOutcome(StrEnum):
     ABORTED = "aborted"  # all is as it was before
 
 
-class Progress(BaseModel):
+class Progress(Frozen):
     """How far an action is: bytes moved and seconds that an engine stood still so far; for a
     person, why it failed or what it waits for."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     outcome: ActionOutcome = ActionOutcome.RUNNING
     moved_bytes: int = Field(0, ge=0)

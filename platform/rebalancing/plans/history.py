@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from loomserve.platform.base.errors import Conflict, NotFound
+from loomserve.platform.base.frozen import Frozen
 from loomserve.platform.rebalancing.plans.plans import (
     ACTIVE,
     Origin,
@@ -39,10 +40,8 @@ class Transition:
     changes_loads: bool = False
 
 
-class History(BaseModel):
+class History(Frozen):
     """The latest plans, the newest last, and corrections learnt from them; outlives a restart."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     plans: tuple[Plan, ...] = ()
     corrections: Corrections = Corrections()
@@ -149,11 +148,9 @@ class History(BaseModel):
         message: str = "",
     ) -> Transition:
         """The step was carried out; corrections learn from it, and the last one ends the plan.
-
         ``real``: what the step gained and cost, None: nothing could be measured; ``measured``: the
         snapshot after it. Raises NotFound as :meth:`plan`; Conflict if the plan does not run, or
-        has no step left.
-        """
+        has no step left."""
         plan, at = self._at_step(id_)
         step = plan.steps[at]
         loads = None if measured is None else measured.loads

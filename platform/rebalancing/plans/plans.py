@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from loomserve.platform.base.frozen import Frozen
 from loomserve.platform.rebalancing.plans.records import AnyRecord
 from loomserve.platform.rebalancing.policy.actions import Action
 from loomserve.platform.rebalancing.policy.forecast import Forecast
@@ -44,10 +45,6 @@ class Origin(StrEnum):
     OPERATOR = "operator"
 
 
-class _Object(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
 class PlanStep(Chosen):
     status: StepStatus = StepStatus.PENDING
     record: AnyRecord | None = Field(None, description="What its actuator remembers of it.")
@@ -61,7 +58,7 @@ class PlanStep(Chosen):
     message: str = Field("", description="Why it failed, for a person.")
 
 
-class Plan(_Object):
+class Plan(Frozen):
     id: str
     created: float = Field(description="Unix time, seconds.")
     ended: float | None = Field(None, description="Unix time, seconds.")

@@ -6,16 +6,15 @@ the action, or take it back.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from loomserve.platform.base.frozen import Frozen
 from loomserve.platform.state.lending_options import ShardSpec
 from loomserve.platform.state.roles import Role
 
 
-class ActionRecord(BaseModel):
+class ActionRecord(Frozen):
     """What every actuator remembers; each adds what it sets, and what was there before."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(description="Unique among all actions: the plan's id and the step's number.")
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
+from loomserve.platform.base.frozen import Frozen
 from loomserve.platform.rebalancing.plans.plans import Origin, Plan, PlanStatus
 from loomserve.platform.rebalancing.policy.actions import Action
 from loomserve.platform.rebalancing.policy.forecast import Forecast
@@ -20,11 +21,7 @@ from loomserve.platform.rebalancing.policy.snapshot import compute_share, memory
 Mode = Literal["off", "advise", "auto"]
 
 
-class _Object(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Kept(_Object):
+class Kept(Frozen):
     """State beside the plans that a controller needs after a restart."""
 
     mode: Mode
@@ -51,7 +48,7 @@ class EventKind(StrEnum):
     SCALED = "scaled"  # a model has more or fewer replicas, by its load
 
 
-class Event(_Object):
+class Event(Frozen):
     at: float = Field(description="Unix time, seconds.")
     kind: EventKind
     plan: str | None = None
@@ -62,7 +59,7 @@ class Event(_Object):
     message: str = ""
 
 
-class DeviceLoad(_Object):
+class DeviceLoad(Frozen):
     device: str
     compute: float = Field(description="Device seconds a second that are asked for.")
     memory: float = Field(description="Share in use; KV memory that nobody uses is not.")
@@ -73,13 +70,13 @@ class DeviceLoad(_Object):
         return self.compute + self.memory
 
 
-class ActionCount(_Object):
+class ActionCount(Frozen):
     kind: str
     outcome: str
     count: int
 
 
-class ScalingCount(_Object):
+class ScalingCount(Frozen):
     model: str
     direction: Literal["up", "down", "held"] = Field(
         description="held: more were wanted, and could not be started just then."
@@ -88,7 +85,7 @@ class ScalingCount(_Object):
     count: int
 
 
-class ModelScaling(_Object):
+class ModelScaling(Frozen):
     """A model whose load decides on its replicas, as it was looked at last."""
 
     model: str
@@ -96,7 +93,7 @@ class ModelScaling(_Object):
     load: float = Field(description="In replicas.")
 
 
-class ScalingReport(_Object):
+class ScalingReport(Frozen):
     """What load decides of models' replicas."""
 
     models: tuple[ModelScaling, ...] = Field(
@@ -107,7 +104,7 @@ class ScalingReport(_Object):
     )
 
 
-class RebalancingState(_Object):
+class RebalancingState(Frozen):
     """Behind ``GET /admin/v1/rebalancing`` and ``loomserve admin plans``."""
 
     mode: Mode
@@ -132,7 +129,7 @@ class RebalancingState(_Object):
     scaling: ScalingReport | None = Field(None, description="None: nobody scales models.")
 
 
-class PlanSummary(_Object):
+class PlanSummary(Frozen):
     model_config = ConfigDict(from_attributes=True)
 
     id: str
@@ -146,11 +143,11 @@ class PlanSummary(_Object):
     real_gain: float | None
 
 
-class PlanList(_Object):
+class PlanList(Frozen):
     plans: tuple[PlanSummary, ...] = Field(description="The newest first.")
 
 
-class MadePlan(_Object):
+class MadePlan(Frozen):
     """The answer to a request for a plan."""
 
     plan: Plan | None = Field(None, description="Null: nothing would be moved.")
@@ -159,7 +156,7 @@ class MadePlan(_Object):
     rejected_by_reason: dict[str, int] = Field(default_factory=dict)
 
 
-class Events(_Object):
+class Events(Frozen):
     events: tuple[Event, ...] = Field(description="The newest first.")
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from loomserve.platform.base.frozen import Frozen
 from loomserve.platform.rebalancing.policy.snapshot import MoveKind
 from loomserve.platform.state.roles import Role
 
@@ -23,11 +24,7 @@ class ActionKind(StrEnum):
     """Requests that go on with another replica."""
 
 
-class _Action(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Move(_Action):
+class Move(Frozen):
     """Move work of an engine to a lender's device, or home."""
 
     action: Literal["move"] = "move"
@@ -38,7 +35,7 @@ class Move(_Action):
     back: bool = Field(False, description="True: home again; the last of it closes the loan.")
 
 
-class MoveRequests(_Action):
+class MoveRequests(Frozen):
     """Have requests of an engine go on with another replica of its model (Llumnix)."""
 
     action: Literal["move_requests"] = "move_requests"
@@ -47,19 +44,19 @@ class MoveRequests(_Action):
     requests: int = Field(gt=0, description="Those that wait come first.")
 
 
-class SetRole(_Action):
+class SetRole(Frozen):
     action: Literal["set_role"] = "set_role"
     engine: str
     role: Role
 
 
-class AddReplica(_Action):
+class AddReplica(Frozen):
     action: Literal["add_replica"] = "add_replica"
     model: str
     device: str
 
 
-class RemoveReplica(_Action):
+class RemoveReplica(Frozen):
     action: Literal["remove_replica"] = "remove_replica"
     engine: str
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from loomserve.platform.base.frozen import Frozen
 from loomserve.platform.rebalancing.policy.actions import ActionKind
 from loomserve.platform.rebalancing.policy.forecast import Forecast
 
@@ -15,9 +16,7 @@ _GAIN = 0.3
 MOST = 8.0
 
 
-class Factors(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class Factors(Frozen):
     gain: float = 1.0
     cost_s: float = 1.0
     pause_s: float = 1.0
@@ -28,12 +27,10 @@ class Factors(BaseModel):
         return Forecast(**{name: value * factors[name] for name, value in forecast})
 
 
-class Corrections(BaseModel):
+class Corrections(Frozen):
     """Factors by kind of action and pair of devices; a value that outlives the controller. Unlike
     :class:`loomserve.platform.costs.correction.Correction`, which sees thousands of steps, it sees
     few actions, and is bounded and kept."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     factors: dict[str, Factors] = Field(default_factory=dict)
 

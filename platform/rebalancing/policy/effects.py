@@ -190,37 +190,35 @@ def _added(snapshot: Snapshot, action: AddReplica) -> Snapshot:
         device=action.device,
         measured_at_s=snapshot.at_s,
     )
-    device = snapshot.device(action.device)
-    taken = replace(device, allocated_bytes=device.allocated_bytes + model.replica_bytes)
-    old = snapshot.of(model.name)
-    spread = {each.id: each for each in _spread(snapshot, old, [*old, replica])}
-    return replace(
-        snapshot,
-        models=_counted(snapshot, model, 1),
-        devices=tuple(taken if each is device else each for each in snapshot.devices),
-        engines=tuple(spread.get(each.id, each) for each in (*snapshot.engines, replica)),
-    )
+    return _scaled(snapshot, model, replica.device, 1, (*snapshot.engines, replica))
 
 
 def _removed(snapshot: Snapshot, action: RemoveReplica) -> Snapshot:
     engine = snapshot.engine(action.engine)
-    model = snapshot.model(engine.model)
-    device = snapshot.device(engine.device)
-    freed = replace(device, allocated_bytes=device.allocated_bytes - model.replica_bytes)
-    old = snapshot.of(model.name)
-    left = [each for each in old if each is not engine]
-    spread = {each.id: each for each in _spread(snapshot, old, left)}
+    left = tuple(each for each in snapshot.engines if each is not engine)
+    return _scaled(snapshot, snapshot.model(engine.model), engine.device, -1, left)
+
+
+def _scaled(
+    snapshot: Snapshot,
+    model: ModelSnapshot,
+    device: str,
+    more: int,
+    engines: Sequence[EngineSnapshot],
+) -> Snapshot:
+    """With so many more replicas of a model on a device, and these engines, over which the model's
+    work is spread."""
+    counted = replace(model, replicas=model.replicas + more)
+    before = snapshot.device(device)
+    there = replace(before, allocated_bytes=before.allocated_bytes + more * model.replica_bytes)
+    new = [each for each in engines if each.model == model.name]
+    spread = {each.id: each for each in _spread(snapshot, snapshot.of(model.name), new)}
     return replace(
         snapshot,
-        models=_counted(snapshot, model, -1),
-        devices=tuple(freed if each is device else each for each in snapshot.devices),
-        engines=tuple(spread.get(each.id, each) for each in snapshot.engines if each is not engine),
+        models=tuple(counted if each is model else each for each in snapshot.models),
+        devices=tuple(there if each is before else each for each in snapshot.devices),
+        engines=tuple(spread.get(each.id, each) for each in engines),
     )
-
-
-def _counted(snapshot: Snapshot, model: ModelSnapshot, more: int) -> tuple[ModelSnapshot, ...]:
-    counted = replace(model, replicas=model.replicas + more)
-    return tuple(counted if each is model else each for each in snapshot.models)
 
 
 def _spread(

@@ -43,11 +43,9 @@ def forecast(
     before: Snapshot, after: Snapshot, action: Action, source: str, target: str
 ) -> Forecast:
     """Predict an action that narrows the gap of the hot device ``source`` to the cold ``target``.
-
     Benefit is Δ_before - Δ_after (eq. 4-31), of magnitudes; a move costs T_transfer + T_sync (eq.
     4-24, without T_mem_realloc), heads as layers do. Raises LookupError if a move's link was not
-    measured.
-    """
+    measured."""
     gain = gap(before, source, target) - gap(after, source, target)
     match action:
         case Move():
@@ -138,14 +136,12 @@ def _bytes(snapshot: Snapshot, move: Move) -> tuple[int, float]:
 
 
 def tpot_ratio(before: Snapshot, after: Snapshot, engine: str) -> float:
-    """An engine's predicted time per output token, with loans as in ``after``, over that before.
-
-    A borrower's step waits for a round trip a layer, or one in all where layers are elsewhere, and
+    """An engine's predicted time per output token, with loans as in ``after``, over that before. A
+    borrower's step waits for a round trip a layer, or one in all where layers are elsewhere, and
     for the lender, which is the slower the busier its device is: a step is computed here and there
     in turn, never at once, so a move makes it no shorter. Borrowers take a share of a lender's
     device, and stretch its own steps. Infinite if all of a device is taken; 1 for an engine that
-    generates nothing.
-    """
+    generates nothing."""
     own = before.engine(engine)
     if not own.attention + own.linear:
         return 1.0

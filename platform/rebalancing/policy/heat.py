@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict
-
+from loomserve.platform.base.frozen import Frozen
 from loomserve.platform.config.rebalancing import Rebalancing
 
 
@@ -16,10 +15,8 @@ class Level(StrEnum):
     COLD = "cold"
 
 
-class Heat(BaseModel):
+class Heat(Frozen):
     """Level of one device; outlives a period, and a restart of the controller."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     level: Level = Level.EVEN
     next_level: Level = Level.EVEN
@@ -31,14 +28,12 @@ class Heat(BaseModel):
 def classify(
     before: Mapping[str, Heat], loads: Mapping[str, float], options: Rebalancing
 ) -> dict[str, Heat]:
-    """The devices' levels after one more look (eq. 4-29, with section 4.5.1's hysteresis).
-
-    A device becomes hot above ``rising`` over the least loaded and remains so down to ``falling``,
-    cold likewise below the most loaded, each only once ``confirm_periods`` looks in a row agree. On
-    a constant load with noise of at most ±ε a device changes once, at most, if 4ε < rising -
-    falling. The paper's formula lets a device in the middle be both; here it is what it is farther
-    into. A device that is not in ``before`` was even.
-    """
+    """The devices' levels after one more look (eq. 4-29, with section 4.5.1's hysteresis). A device
+    becomes hot above ``rising`` over the least loaded and remains so down to ``falling``, cold
+    likewise below the most loaded, each only once ``confirm_periods`` looks in a row agree. On a
+    constant load with noise of at most ±ε a device changes once, at most, if 4ε < rising - falling.
+    The paper's formula lets a device in the middle be both; here it is what it is farther into. A
+    device that is not in ``before`` was even."""
     if not loads:
         return {}
     least, most = min(loads.values()), max(loads.values())

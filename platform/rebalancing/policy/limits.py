@@ -16,12 +16,7 @@ from loomserve.platform.rebalancing.policy.actions import (
     SetRole,
 )
 from loomserve.platform.rebalancing.policy.effects import loan_between, whole
-from loomserve.platform.rebalancing.policy.forecast import (
-    Forecast,
-    kv_again_s,
-    route,
-    tpot_ratio,
-)
+from loomserve.platform.rebalancing.policy.forecast import Forecast, kv_again_s, route, tpot_ratio
 from loomserve.platform.rebalancing.policy.snapshot import (
     DeviceSnapshot,
     EngineSnapshot,
@@ -241,13 +236,11 @@ def _device_exceeded(
 
 
 def _others_keep_theirs(before: Snapshot, after: Snapshot, device: str) -> bool:
-    """Whether more than a device can do may be asked of it.
-
-    What waits for an engine of its own model there waits no longer than where it was. A device's
-    time is divided evenly among the engines that ask for it, so those that get no more work keep
-    all that they ask for as long as that is no more than such a part. Borrowers' work comes within
-    their lender's own steps, and would hold it up.
-    """
+    """Whether more than a device can do may be asked of it. What waits for an engine of its own
+    model there waits no longer than where it was. A device's time is divided evenly among the
+    engines that ask for it, so those that get no more work keep all that they ask for as long as
+    that is no more than such a part. Borrowers' work comes within their lender's own steps, and
+    would hold it up."""
     there = [engine for engine in after.on(device) if engine.compute]
     if any(after.loans_at(engine.id) for engine in there):
         return False

@@ -16,9 +16,9 @@ from loomserve.platform.rebalancing.policy.actions import (
 )
 from loomserve.platform.rebalancing.policy.correction import Corrections
 from loomserve.platform.rebalancing.policy.effects import apply
-from loomserve.platform.rebalancing.policy.forecast import Forecast, forecast, way
+from loomserve.platform.rebalancing.policy.forecast import Forecast, way
 from loomserve.platform.rebalancing.policy.limits import Refusal, exceeded, over_budget, unable
-from loomserve.platform.rebalancing.policy.planner import Chosen, Proposal
+from loomserve.platform.rebalancing.policy.planner import Chosen, Proposal, foreseen
 from loomserve.platform.rebalancing.policy.snapshot import Snapshot
 
 
@@ -30,12 +30,10 @@ def manual(
     *,
     forced: bool,
 ) -> Proposal:
-    """A proposal of these actions, one after the other, whether they gain anything or not.
-
-    Forced, it may exceed memory, pause and the like; what has no mechanism or no measured link
-    cannot be forced. Raises NotFound if an action names what is not there; Conflict if an action
-    cannot be, or breaks a limit.
-    """
+    """A proposal of these actions, one after the other, whether they gain anything or not. Forced,
+    it may exceed memory, pause and the like; what has no mechanism or no measured link cannot be
+    forced. Raises NotFound if an action names what is not there; Conflict if an action cannot be,
+    or breaks a limit."""
     now, chosen = snapshot, list[Chosen]()
     for action in actions:
         try:
@@ -44,19 +42,16 @@ def manual(
                 raise Conflict(_said(action, refusal), reason=refusal.reason)
             source, target = ends(now, action)
             after = apply(now, action)
-            raw = forecast(now, after, action, source, target)
+            found = foreseen(now, after, action, source, target, corrections)
         except LookupError as error:
             raise NotFound(str(error.args[0])) from None
-        predicted = corrections.of(kind_of(action), source, target)(raw)
         earlier: list[tuple[Action, Forecast]] = [(x.action, x.predicted) for x in chosen]
         refusal = exceeded(snapshot, now, after, options) or over_budget(
-            earlier, action, predicted, options
+            earlier, action, found.predicted, options
         )
         if refusal is not None and not forced:
             raise Conflict(f"{_said(action, refusal)}; it can be forced", reason=refusal.reason)
-        chosen.append(
-            Chosen(action=action, source=source, target=target, raw=raw, predicted=predicted)
-        )
+        chosen.append(found)
         now = after
     return Proposal(tuple(chosen), (), (), now)
 

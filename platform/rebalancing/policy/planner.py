@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from heapq import heapify, heappop
 from operator import mul
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from loomserve.platform.base.frozen import Frozen
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.rebalancing.policy.actions import (
     Action,
@@ -58,11 +59,7 @@ MOST_WORK = 4_000
 """Devices whose figures are computed again for one action, over all candidates."""
 
 
-class _Object(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Chosen(_Object):
+class Chosen(Frozen):
     action: Action
     source: str = Field(description="The hot device from which it takes work.")
     target: str = Field(description="The cold device to which it brings work.")
@@ -72,7 +69,7 @@ class Chosen(_Object):
     )
 
 
-class RejectedStep(_Object):
+class RejectedStep(Frozen):
     action: Action
     source: str
     target: str
@@ -91,11 +88,17 @@ class Proposal:
     after: Snapshot
 
 
+def foreseen(
+    now: Snapshot, after: Snapshot, action: Action, source: str, target: str, learnt: Corrections
+) -> Chosen:
+    """The action with its forecasts."""
+    raw = forecast(now, after, action, source, target)
+    predicted = learnt.of(kind_of(action), source, target)(raw)
+    return Chosen(action=action, source=source, target=target, raw=raw, predicted=predicted)
+
+
 def propose(
-    snapshot: Snapshot,
-    heat: Mapping[str, Heat],
-    corrections: Corrections,
-    options: Rebalancing,
+    snapshot: Snapshot, heat: Mapping[str, Heat], corrections: Corrections, options: Rebalancing
 ) -> Proposal:
     """A plan for one period; ``heat`` is :func:`.heat.classify`'s of this snapshot."""
     found = tuple(flaws(snapshot, options))
@@ -114,13 +117,11 @@ def weigh_start(
     add: AddReplica,
     short_s: float,
 ) -> Refusal | None:
-    """Why one more replica is not to be started, although its model's load asks for it.
-
-    Lending takes milliseconds, moving requests seconds, a start tens of them. So the same search as
-    for any plan says first whether what moves would do, for as long as a start would have taken.
-    Where nothing fit to decide on was measured, nothing speaks against it. ``moves``: whether plans
-    are carried out; ``short_s``: for how long the model's replicas have been too few.
-    """
+    """Why one more replica is not to be started, although its model's load asks for it. Lending
+    takes milliseconds, moving requests seconds, a start tens of them. So the same search as for any
+    plan says first whether what moves would do, for as long as a start would have taken. Where
+    nothing fit to decide on was measured, nothing speaks against it. ``moves``: whether plans are
+    carried out; ``short_s``: for how long the model's replicas have been too few."""
     snapshot = measured.snapshot
     if snapshot is None or measured.flaws(options):
         return None
@@ -132,9 +133,7 @@ def weigh_start(
     if refusal is not None and refusal.reason is Reason.NO_MEMORY:
         return refusal
     hottest = max(snapshot.of(add.model), key=lambda each: snapshot.loads[each.device])
-    start = corrections.of(kind_of(add), hottest.device, add.device)(
-        forecast(snapshot, after, add, hottest.device, add.device)
-    )
+    start = foreseen(snapshot, after, add, hottest.device, add.device, corrections).predicted
     if not moves or short_s >= start.cost_s:
         return None
     plan = propose(snapshot, at_once(snapshot.loads, options), corrections, options)
@@ -168,7 +167,11 @@ class _Search:
         self._corrections, self._options = corrections, options
         self.now = start
         self._hot, self._cold = (
-            [device.name for device in start.devices if _level(heat, device.name) is level]
+            [
+                device.name
+                for device in start.devices
+                if heat.get(device.name, Heat()).level is level
+            ]
             for level in (Level.HOT, Level.COLD)
         )
         self._lists_all = len(self._hot) * len(self._cold) <= LISTED_PAIRS
@@ -257,17 +260,13 @@ class _Search:
             return refusal
         after = apply(self.now, action)
         self._work += len(after.touched_since(self.now) or after.devices)
-        raw = forecast(self.now, after, action, source, target)
-        predicted = self._corrections.of(kind_of(action), source, target)(raw)
+        found = foreseen(self.now, after, action, source, target, self._corrections)
         refusal = (
             exceeded(self._start, self.now, after, self._options)
-            or over_budget(self._earlier(), action, predicted, self._options)
-            or self._useless(predicted, after)
+            or over_budget(self._earlier(), action, found.predicted, self._options)
+            or self._useless(found.predicted, after)
         )
-        return refusal or (
-            Chosen(action=action, source=source, target=target, raw=raw, predicted=predicted),
-            after,
-        )
+        return refusal or (found, after)
 
     def _before(self, action: Action) -> Refusal | None:
         started = all(self._start.has(engine) for engine in engines_of(action))
@@ -293,10 +292,6 @@ class _Search:
         if predicted.gain < self._options.efficiency * predicted.cost_s:
             return Refusal(Reason.INEFFICIENT, f"{predicted.gain / predicted.cost_s:.4f} a second")
         return None
-
-
-def _level(heat: Mapping[str, Heat], device: str) -> Level:
-    return heat[device].level if device in heat else Level.EVEN
 
 
 def _squares(loads: Mapping[str, float]) -> float:

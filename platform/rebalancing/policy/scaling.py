@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict
-
+from loomserve.platform.base.frozen import Frozen
 from loomserve.platform.config.scaling import Scaling
 from loomserve.platform.fleet.snapshot import FleetModel, ReplicaRecord
 
@@ -70,10 +69,8 @@ class ScalingSample:
     arrived_per_s: float | None
 
 
-class Shortage(BaseModel):
+class Shortage(Frozen):
     """The rate of requests at which a number of replicas was too small; outlives a controller."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     at_s: float
     arrived_per_s: float
@@ -128,7 +125,8 @@ def look(watch: ScalingWatch, model: FleetModel, at_s: float) -> ScalingLook:
     wanted = _wanted(model, foreseen)
     short = wanted > model.kept
     since_s = (watch.short_since_s if watch.short_since_s is not None else at_s) if short else None
-    watch = ScalingWatch(samples, since_s, _remembered(watch.shortages, at_s))
+    remembered = {n: each for n, each in watch.shortages.items() if at_s - each.at_s < REMEMBERED_S}
+    watch = ScalingWatch(samples, since_s, remembered)
     least, most = rules_of(model).least, most_of(model)
     if not least <= model.kept <= most:
         inside = min(max(model.kept, least), most)
@@ -190,10 +188,7 @@ def _loads(model: FleetModel) -> Iterator[tuple[float, ScalingReason]]:
         waited_s = sum(each.load.oldest_waiting_s for each in replicas if each.load)
         yield 1000 * waited_s / rules.ttft_slo_ms, ScalingReason.TTFT
     if rules.tpot_slo_ms is not None:
-        yield (
-            sum(_paced(each, rules.tpot_slo_ms / 1000) for each in replicas),
-            ScalingReason.TPOT,
-        )
+        yield (sum(_paced(each, rules.tpot_slo_ms / 1000) for each in replicas), ScalingReason.TPOT)
 
 
 def _filled(replica: ReplicaRecord, target: float | None) -> float:
@@ -260,10 +255,6 @@ def _was_short(shortage: Shortage, seen: Sequence[ScalingSample]) -> bool:
     """Whether so many were too few at a rate that is not far from the highest of late."""
     most = ROOM * shortage.arrived_per_s
     return any(each.arrived_per_s is None or each.arrived_per_s > most for each in seen)
-
-
-def _remembered(shortages: Mapping[int, Shortage], at_s: float) -> dict[int, Shortage]:
-    return {n: each for n, each in shortages.items() if at_s - each.at_s < REMEMBERED_S}
 
 
 def _samples_since(watch: ScalingWatch, since_s: float) -> tuple[ScalingSample, ...]:
