@@ -170,7 +170,7 @@ step "Loomserve, vLLM, Ray and tools" install_loomserve || give_up
 # Not in the installing user's cache, where nobody else would find it.
 [[ $purpose == develop ]] || export LOOMSERVE_HOME=$venv/share/loomserve
 step "Task ring of lending, in C++" "$venv/bin/python" -m loomserve.platform.lending.ring.native ||
-    echo "    Lending will run in Python, slowly; $log says why."
+    echo "    Models will not lend to each other; $log says why."
 compile_own
 printf '%s\n' "$fingerprint" >"$stamp"
 echo "Installed in $SECONDS s. Next: make serve"

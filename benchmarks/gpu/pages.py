@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from benchmarks.gpu.step import DEVICE, HAS_GPU, Results, main, spread, times_us
-from loomserve.platform.lending.device.host import HostPages
+from tests.host_memory import HostPages
 
 # isort: split
 import torch

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.gpu.step import DEVICE, HAS_GPU, Results, main, spread
-from loomserve.platform.lending.device.host import HostMemory
+from tests.host_memory import HostMemory
 
 # isort: split
 import torch

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from loomserve.platform.base.errors import StartError
+from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.config import Model
 from loomserve.platform.devices.gpus import Gpu, gpus_here, vllm_is_for
 from loomserve.platform.devices.shortage import memory_bounds
@@ -58,17 +60,33 @@ def _memory_of(core: int) -> int:
 
 
 def check_compiler(models: Iterable[Model]) -> None:
-    """Raises StartError if a model is compiled and there is no C++ compiler."""
+    """Raises StartError if a model is compiled, or lends, and there is no C++ compiler."""
+    models = list(models)
     compiles = any(
         # The platform compiles nothing of models that it places by itself.
         model.lending is None and not model.engine.get("enforce_eager", not model.is_placed)
         for model in models
     )
-    if compiles and shutil.which("g++") is None and shutil.which("clang++") is None:
+    if compiles and not _has_compiler():
         raise StartError(
             "vLLM compiles its kernels for this machine and finds no C++ compiler: install g++, "
             "or set engine: {enforce_eager: true} for every model"
         )
+    if not may_lend() and any(model.lending is not None for model in models):
+        raise StartError(
+            "the task ring of models that lend or borrow is compiled for this machine, which has "
+            "no C++ compiler: install g++, or set lending: null for every model"
+        )
+
+
+def may_lend() -> bool:
+    """Whether the task ring of loans can be compiled here, or has been."""
+    made = (Path(sys.prefix, "share/loomserve/native"), cache_folder() / "native")
+    return _has_compiler() or any(folder.is_dir() for folder in made)
+
+
+def _has_compiler() -> bool:
+    return any(map(shutil.which, ("g++", "clang++")))
 
 
 def cpu_dtype() -> str:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 from loomserve.platform.lending.policy.layout import PLAIN, Rows
-from loomserve.platform.lending.ring.attention_server import AttentionServer
+from loomserve.platform.lending.ring.attention_server import AttentionServer, Caches, ComputeLayers
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.ring import Ring
-from loomserve.platform.lending.ring.served_ring import Caches, ComputeLayers
 
 
 class LenderEnd(Protocol):

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from loomserve.platform.base.frozen import Frozen
 from loomserve.platform.lending.policy.slicing import SlicingPlan
 from loomserve.platform.state import ShardState
 
@@ -17,11 +18,7 @@ EngineRpc = Callable[..., Awaitable[Any]]
 """Calls a method of the engine's ``EngineLoanCalls`` between two steps, by name."""
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class HostedModel(_Message):
+class HostedModel(Frozen):
     """Layers of a borrower that its lender loads and computes."""
 
     of: tuple[int, int] = Field(description="Decoder layers: the first, and the one behind.")
@@ -29,7 +26,7 @@ class HostedModel(_Message):
     options: dict[str, Any] = Field(description="vLLM's, so that the lender computes the same.")
 
 
-class BorrowerEngine(_Message):
+class BorrowerEngine(Frozen):
     """A borrower's engine as its lender has to know it."""
 
     geometry: str = Field(description="JSON of the attention's Geometry that is lent.")
@@ -41,7 +38,7 @@ class BorrowerEngine(_Message):
     layers: HostedModel | None = None
 
 
-class LendRequest(_Message):
+class LendRequest(Frozen):
     """A borrower's replica asks a lender's replica for a loan."""
 
     name: str
@@ -50,13 +47,13 @@ class LendRequest(_Message):
     engine: BorrowerEngine
 
 
-class LendAnswer(_Message):
+class LendAnswer(Frozen):
     """The lender's replica has opened a loan."""
 
     blocks: int = Field(description="KV blocks of the borrower's that may come to lie there.")
 
 
-class TaskCounts(_Message):
+class TaskCounts(Frozen):
     """Of a loan's tasks, as its engine reads them from the ring
     (:class:`~loomserve.platform.lending.ring.words.RingStats`); times are in ns."""
 
@@ -88,7 +85,7 @@ class LoanReport(TaskCounts):
     most_tokens: int
 
 
-class BorrowerReport(_Message):
+class BorrowerReport(Frozen):
     """All that an engine has borrowed."""
 
     own_blocks: int

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.config import Config, Device, Idle, Lending, Model, Pipeline
+from loomserve.platform.devices.machine import may_lend
 from loomserve.platform.devices.memory import gpus_of, least_replicas, replica_bytes
 from loomserve.platform.models import catalog
 from loomserve.platform.placement.division_of_model import divide, may_be_divided
@@ -86,11 +87,7 @@ def placed_late(model: Model, devices: Sequence[Device], base: Path) -> Model:
         return model
     there = _of_one_kind(devices)
     return _filled(
-        model,
-        there,
-        base,
-        devices=tuple(each.name for each in there),
-        start="on_demand",
+        model, there, base, devices=tuple(each.name for each in there), start="on_demand"
     )
 
 
@@ -115,11 +112,7 @@ class _Planner:
     """Places the models of one configuration on its devices."""
 
     def __init__(
-        self,
-        config: Config,
-        base: Path,
-        devices: tuple[Device, ...],
-        weights: Mapping[str, int],
+        self, config: Config, base: Path, devices: tuple[Device, ...], weights: Mapping[str, int]
     ) -> None:
         self._config, self._base, self._devices = config, base, devices
         self._spots = [_spot(each) for each in devices]
@@ -242,12 +235,10 @@ def _spot(device: Device) -> Spot:
 
 def with_lending(model: Model, base: Path) -> Model:
     """The model with ``lending: auto`` if it leaves ``lending`` out and nothing speaks against it.
-
-    It must run on a CPU device that is not the only one. Replicas with roles hand their KV over to
-    each other, and do not lend by themselves; nor does a model that is not on this machine, of
-    which nobody knows what attention it has.
-    """
-    if "lending" in model.model_fields_set or model.roles is not None:
+    It must run on a CPU device that is not the only one, and there be a compiler for its task ring.
+    Replicas with roles hand their KV over to each other, and do not lend by themselves; nor does a
+    model that is not on this machine, of which nobody knows what attention it has."""
+    if "lending" in model.model_fields_set or model.roles is not None or not may_lend():
         return model
     try:
         folder = catalog.folder_here(model.source, base)

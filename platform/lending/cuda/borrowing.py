@@ -43,11 +43,7 @@ HANDED_AT = tl.constexpr(7)
 
 @kernel()
 def copy_row(
-    source: tl.tensor,
-    target: tl.tensor,
-    there: tl.tensor,
-    width: tl.constexpr,
-    tile: tl.constexpr,
+    source: tl.tensor, target: tl.tensor, there: tl.tensor, width: tl.constexpr, tile: tl.constexpr
 ) -> None:
     """Copy a row, or zeros if it is not ``there``."""
     for first in range(0, width, tile):
@@ -72,12 +68,9 @@ def post_rows(
     key_width: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Copy a row a program into the task buffer; the last program publishes the task.
-
-    ``query`` is [rows, query_width], its rows ``query_stride`` apart; ``key`` and ``value``
-    likewise. A closed loan gets no task, but its number, so that no wait takes an old answer for
-    its own.
-    """
+    """Copy a row a program into the task buffer; the last program publishes the task. ``query`` is
+    [rows, query_width], its rows ``query_stride`` apart; ``key`` and ``value`` likewise. A closed
+    loan gets no task, but its number, so that no wait takes an old answer for its own."""
     row = tl.program_id(0)
     rows = tl.load(state + ROWS)
     if row < rows:
@@ -107,11 +100,9 @@ def post_rows(
 @kernel()
 def wait_for_answer(done: tl.tensor, closed: tl.tensor, state: tl.tensor) -> None:
     """Spin, as one warp of one program, until the last task is done, or the loan closed, or
-    patience at its end, which closes the loan.
-
-    Leaves in ``state`` whether there is an answer. A grid that spins would hold multiprocessors
-    which the lender may need, if both are on one GPU; so others copy.
-    """
+    patience at its end, which closes the loan. Leaves in ``state`` whether there is an answer. A
+    grid that spins would hold multiprocessors which the lender may need, if both are on one GPU; so
+    others copy."""
     number = tl.load(state + NUMBER)
     patience = tl.load(state + PATIENCE_NS)
     begin = now_ns()
@@ -155,12 +146,10 @@ def fetch_rows(
 
 
 class DeviceBorrower:
-    """A borrower's end of one loan, for the stream that runs its model.
-
-    Call :meth:`begin_step` once a step, then for each layer :meth:`post`, own work, and
-    :meth:`wait`. All of it is queued on the current stream: nothing here waits for the device. Once
-    the loan is closed, each answer is zeros, at once.
-    """
+    """A borrower's end of one loan, for the stream that runs its model. Call :meth:`begin_step`
+    once a step, then for each layer :meth:`post`, own work, and :meth:`wait`. All of it is queued
+    on the current stream: nothing here waits for the device. Once the loan is closed, each answer
+    is zeros, at once."""
 
     def __init__(self, shape: TaskShape, buffer: TaskBuffer, patience_s: float) -> None:
         self._shape = shape
@@ -192,12 +181,10 @@ class DeviceBorrower:
         block_table: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write what the rows of this step's tasks are, as in vLLM's attention metadata.
-
-        All are on the device; their types are those of
+        """Write what the rows of this step's tasks are, as in vLLM's attention metadata. All are on
+        the device; their types are those of
         :meth:`loomserve.platform.lending.ring.borrower.Borrower.begin_step`. No task may be in
-        flight. ``ValueError`` if the step is larger than the buffer, or empty.
-        """
+        flight. ``ValueError`` if the step is larger than the buffer, or empty."""
         shape, rows, requests = self._shape, len(slot_mapping), len(seq_lens)
         width = block_table.shape[1]
         if not (
@@ -219,12 +206,9 @@ class DeviceBorrower:
         self._rows = rows
 
     def post(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Hand the step's rows of one layer to the lender.
-
-        ``query`` is [rows, query_heads, head_size] of the shape's dtype, ``key`` and ``value`` are
-        [rows, kv_heads, head_size]; a row of each is contiguous. ``ValueError`` if the tensors are
-        not of this step and shape.
-        """
+        """Hand the step's rows of one layer to the lender. ``query`` is [rows, query_heads,
+        head_size] of the shape's dtype, ``key`` and ``value`` are [rows, kv_heads, head_size]; a
+        row of each is contiguous. ``ValueError`` if the tensors are not of this step and shape."""
         shape = self._shape
         self._check(query, shape.query_heads)
         self._check(key, shape.kv_heads)

@@ -97,12 +97,9 @@ class TaskShape:
 
 
 class TaskBuffer(NamedTuple):
-    """The tensors of one loan, as each end has them mapped.
-
-    The borrower writes those up to ``value``, in the lender's memory; the lender writes ``done``
-    and ``output``, in the borrower's. ``closed`` is in either's, or the host's. Times are ns of the
-    writer's clock.
-    """
+    """The tensors of one loan, as each end has them mapped. The borrower writes those up to
+    ``value``, in the lender's memory; the lender writes ``done`` and ``output``, in the borrower's.
+    ``closed`` is in either's, or the host's. Times are ns of the writer's clock."""
 
     posted: torch.Tensor  # number of the last task, its layer, its rows, when it was posted
     requests: torch.Tensor  # the row of block_table of each row of the batch

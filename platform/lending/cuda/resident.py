@@ -101,12 +101,10 @@ def serve_tasks(
 
 
 def serve_for(lender: DeviceLender, seconds: float, programs: int) -> None:
-    """Queue the server on the current stream: ``programs``, a multiprocessor each, for
-    ``seconds`` or until the loan is closed.
-
-    A task that is being served when the time is up is served to its end. Nobody may queue this
-    lender's other kernels meanwhile. ``RuntimeError`` if so many programs cannot run at once there.
-    """
+    """Queue the server on the current stream: ``programs``, a multiprocessor each, for ``seconds``
+    or until the loan is closed. A task that is being served when the time is up is served to its
+    end. Nobody may queue this lender's other kernels meanwhile. ``RuntimeError`` if so many
+    programs cannot run at once there."""
     begin_anew(lender.state)
     queue_programs(lender, seconds, programs, range(programs))
 

@@ -141,11 +141,9 @@ def write_rows(
 
 class DeviceLender:
     """A lender's end of one loan: queues kernels that serve the task which is posted, if one is.
-
     The caller chooses stream and time: a stream of high priority when the host saw the flag, or the
     model's own between two operators. What was queued must have ended before memory that the
-    borrower had is used for anything else.
-    """
+    borrower had is used for anything else."""
 
     def __init__(
         self,

@@ -17,16 +17,14 @@ from loomserve.platform.lending.ring.words import LINE_WORDS, ControlLine
 
 
 class KernelBorrower(Borrower):
-    """A borrower's end for the stream that runs a model.
-
-    All of a step is queued there, so nothing says in a step whether an answer came: what did not
-    is zeros, and the ring is closed by then, which the scheduler sees before it takes the step's
-    tokens. A lender that died is given up like one that is late.
-    """
+    """A borrower's end for the stream that runs a model. All of a step is queued there, so nothing
+    says in a step whether an answer came: what did not is zeros, and the ring is closed by then,
+    which the scheduler sees before it takes the step's tokens. A lender that died is given up like
+    one that is late."""
 
     def __init__(self, ring: Ring, memory: SharedMemory, patience_s: float) -> None:
         """``StartError`` if the lender made nothing for kernels beside the ring."""
-        super().__init__(ring, in_python=True)
+        super().__init__(ring)
         shape, path = task_shape(ring), ring.path
         tasks = memory.open(task_file(path), lender_bytes(shape))
         if tasks is None:

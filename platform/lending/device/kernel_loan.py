@@ -18,18 +18,13 @@ from loomserve.platform.lending.cuda.buffer import (
 )
 from loomserve.platform.lending.cuda.resident import serve_for
 from loomserve.platform.lending.cuda.serving import DeviceLender
+from loomserve.platform.lending.device.copies import IDLED, PICKUP_NS, SERVICE_NS, BlockCopies
 from loomserve.platform.lending.device.memory import SharedMemory
 from loomserve.platform.lending.device.shape import answer_file, task_file, task_shape
 from loomserve.platform.lending.policy.layout import PLAIN, Rows
+from loomserve.platform.lending.ring.attention_server import Caches
 from loomserve.platform.lending.ring.lent_ring import GRANTED, LentRing
 from loomserve.platform.lending.ring.ring import RingPeer
-from loomserve.platform.lending.ring.served_ring import (
-    IDLED,
-    PICKUP_NS,
-    SERVICE_NS,
-    Caches,
-    ServedRing,
-)
 from loomserve.platform.lending.ring.words import Closed, ControlLine
 
 _SHARE = 8
@@ -44,7 +39,8 @@ class KernelLoan:
         self, ring: LentRing, caches: Caches, memory: SharedMemory, rows: Rows = PLAIN
     ) -> None:
         self.ring = ring
-        self.copies = ServedRing(ring, caches, rows)
+        self.borrower = RingPeer(ring, ControlLine.BORROWER)
+        self.copies = BlockCopies(ring, caches, rows)
         self._rows = rows
         self._shape = task_shape(ring)
         self._caches = caches
@@ -56,10 +52,6 @@ class KernelLoan:
         self._posted = self._tasks
         self._counted = 0
         self._staying: torch.cuda.Stream | None = None
-
-    @property
-    def borrower(self) -> RingPeer:
-        return self.copies.borrower
 
     def compile(self, stays_s: float | None = None) -> None:
         """Compile the kernels before a task waits for them; of the one that stays, if given."""
@@ -146,7 +138,7 @@ class KernelLoan:
 
     def _between_copies(self) -> DeviceLender | None:
         """Copy blocks if that is asked; return the kernels if tasks may be served."""
-        if self.ring.closed is not Closed.OPEN or self.copies.serve(IDLED):
+        if self.ring.closed is not Closed.OPEN or self.copies.serve():
             return None
         return self._kernels or self._meet()
 

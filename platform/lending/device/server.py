@@ -13,12 +13,12 @@ import torch
 from loomserve.platform.lending.device.borrower import KernelBorrower
 from loomserve.platform.lending.device.kernel_loan import KernelLoan
 from loomserve.platform.lending.device.memory import SharedMemory
+from loomserve.platform.lending.device.serving_thread import ServingThread
 from loomserve.platform.lending.leaf import Leaf
 from loomserve.platform.lending.policy.layout import PLAIN, Rows
+from loomserve.platform.lending.ring.attention_server import Caches, ComputeLayers
 from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.ring import Ring
-from loomserve.platform.lending.ring.served_ring import Caches, ComputeLayers
-from loomserve.platform.lending.ring.serving_thread import ServingThread
 from loomserve.platform.lending.ring.words import LINE_WORDS, Closed, ControlLine
 
 SPIN_S = 0.05
@@ -27,12 +27,10 @@ STAY_S = 0.05
 
 
 class KernelServer:
-    """A :class:`~loomserve.platform.lending.leaf.LenderEnd` in one of two forms.
-
-    A thread serves tasks on a stream of the highest priority, whether the engine runs a step or
-    not. It looks for one by a kernel and queues what serves it, or (``resident``) queues a kernel
-    that stays and does both.
-    """
+    """A :class:`~loomserve.platform.lending.leaf.LenderEnd` in one of two forms. A thread serves
+    tasks on a stream of the highest priority, whether the engine runs a step or not. It looks for
+    one by a kernel and queues what serves it, or (``resident``) queues a kernel that stays and does
+    both."""
 
     def __init__(self, memory: SharedMemory, *, resident: bool) -> None:
         self._memory = memory
@@ -58,12 +56,9 @@ class KernelServer:
         layers: ComputeLayers | None = None,
         rows: Rows = PLAIN,
     ) -> None:
-        """Serve this ring from now on, and make the memory that its borrower opens.
-
-        For the first borrower of its shape on this machine it takes some seconds to compile.
-        ``ValueError`` if it is to compute layers, or its attention is none that the kernels
-        compute.
-        """
+        """Serve this ring from now on, and make the memory that its borrower opens. For the first
+        borrower of its shape on this machine it takes some seconds to compile. ``ValueError`` if it
+        is to compute layers, or its attention is none that the kernels compute."""
         if layers is not None:
             raise ValueError("layers are lent between CPU devices only")
         loan = KernelLoan(ring, caches, self._memory, rows)

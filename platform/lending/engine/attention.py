@@ -24,12 +24,10 @@ from loomserve.platform.lending.ring.borrower import Borrower
 
 @dataclass
 class LendingContext:
-    """The loans of one engine as its worker's process sees them.
-
-    The worker makes one and hands it to its model runner and to its model's attention layers. Only
-    the worker's own methods write it, between two steps. Attention layers of a borrower's model
-    that are hosted here have none: they serve, and are not served within.
-    """
+    """The loans of one engine as its worker's process sees them. The worker makes one and hands it
+    to its model runner and to its model's attention layers. Only the worker's own methods write it,
+    between two steps. Attention layers of a borrower's model that are hosted here have none: they
+    serve, and are not served within."""
 
     patience_s: float = 0.1  # a lender that takes longer for one layer is given up
     partitions: Partitions = field(default_factory=lambda: Partitions([0], 0))

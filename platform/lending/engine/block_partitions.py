@@ -109,7 +109,7 @@ class PartitionedQueue:
         return self.popleft_n(1)[0]
 
     def remove(self, block: KVCacheBlock) -> None:
-        self._queue_of(block).remove(block)
+        self._queues[self._partitions.of(block.block_id)].remove(block)
 
     def append(self, block: KVCacheBlock) -> None:
         self.append_n([block])
@@ -139,9 +139,6 @@ class PartitionedQueue:
             self._withheld.discard(block.block_id)
             if self._kept.pop(block.block_id, None) is not None:
                 self.append(block)
-
-    def _queue_of(self, block: KVCacheBlock) -> FreeKVCacheBlockQueue:
-        return self._queues[self._partitions.of(block.block_id)]
 
     def _divided(
         self, blocks: Sequence[KVCacheBlock]

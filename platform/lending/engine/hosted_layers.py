@@ -17,17 +17,15 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 from loomserve.platform.base.heap import give_back_freed
 from loomserve.platform.lending.engine.shards.layers import decoder_layers
 from loomserve.platform.lending.engine.shards.weights import weights_of
-from loomserve.platform.lending.ring.served_ring import Caches
+from loomserve.platform.lending.ring.attention_server import Caches
 
 
 class HostedLayers:
-    """The layers, called by :class:`AttentionServer` with one batch of the borrower's.
-
-    Both processes read the borrower's model from the folder ``model``; ``options`` are its
-    engine's, under vLLM's names. The lender's own steps wait meanwhile. The layers' attention has
-    no :class:`LendingContext`, so it serves no other borrower's task within this one's.
-    ``ValueError`` if layers of this architecture cannot be taken out of it.
-    """
+    """The layers, called by :class:`AttentionServer` with one batch of the borrower's. Both
+    processes read the borrower's model from the folder ``model``; ``options`` are its engine's,
+    under vLLM's names. The lender's own steps wait meanwhile. The layers' attention has no
+    :class:`LendingContext`, so it serves no other borrower's task within this one's. ``ValueError``
+    if layers of this architecture cannot be taken out of it."""
 
     def __init__(
         self, model: str, options: dict[str, Any], layers: range, isa: str, caches: Caches

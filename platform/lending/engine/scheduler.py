@@ -51,6 +51,4 @@ def take_part(scheduler: AdaptiveScheduler, options: LendingOptions) -> Schedule
         stall_s=options.patience_ms / 2000,
         prefix_caching=caching,
     )
-    return SchedulerCalls(
-        scheduler.vllm_config, EngineLoanCalls, lambda workers: answerer(workers=workers)
-    )
+    return SchedulerCalls(scheduler.vllm_config, EngineLoanCalls, answerer)

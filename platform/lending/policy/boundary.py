@@ -21,13 +21,10 @@ class Memory:
 
 
 def tail(memory: Memory) -> int:
-    """Return the length that the tail must have, in blocks.
-
-    Blocks that own requests lack are taken back at once, with a margin, even if borrowers use them:
-    what is beyond the new boundary must leave. Others are lent if own requests leave them free
-    above a reserve of two margins. What borrowers may not have any more is taken back once it is
-    more than a margin.
-    """
+    """Return the length that the tail must have, in blocks. Blocks that own requests lack are taken
+    back at once, with a margin, even if borrowers use them: what is beyond the new boundary must
+    leave. Others are lent if own requests leave them free above a reserve of two margins. What
+    borrowers may not have any more is taken back once it is more than a margin."""
     margin = max(int(memory.blocks * _RESERVE / 2), 1)
     missing = memory.queued_blocks - memory.free_blocks
     if missing > 0:

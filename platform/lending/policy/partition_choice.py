@@ -50,12 +50,10 @@ def local(arrival: Arrival, lent_share: float) -> int | None:
 
 
 def ratio(arrival: Arrival, lent_share: float) -> int | None:
-    """Lend ``lent_share`` of the running requests, in [0, 1]: Weaver's fixed share.
-
-    In the paper each sequence is put in a partition at random and left there; here a request goes
-    where the share is missed, which meets it without the noise. The emptiest lender takes it. A
-    request for which its kind of partition has no room starts in the other.
-    """
+    """Lend ``lent_share`` of the running requests, in [0, 1]: Weaver's fixed share. In the paper
+    each sequence is put in a partition at random and left there; here a request goes where the
+    share is missed, which meets it without the noise. The emptiest lender takes it. A request for
+    which its kind of partition has no room starts in the other."""
     partitions = arrival.partitions
     running = sum(partition.requests for partition in partitions)
     lent = running - partitions[0].requests
@@ -69,12 +67,10 @@ def ratio(arrival: Arrival, lent_share: float) -> int | None:
 
 def adaptive(arrival: Arrival, lent_share: float) -> int | None:
     """Prefer own memory while it has room and attention is not most of a step; else balance work.
-
     Of the partitions that keep headroom for running requests to grow, the one with which attention
     takes least takes the request, if the borrower then generates more tokens a second than without
     it. A request that no lender takes starts as with ``local``, without headroom: lending never
-    makes a request wait that would not have waited otherwise.
-    """
+    makes a request wait that would not have waited otherwise."""
     partitions = arrival.partitions
     roomy = [
         at
@@ -120,13 +116,11 @@ def move(
     missing_blocks: int,
 ) -> RequestMove | None:
     """Return the cheapest move that makes an exhausted partition's preemptions unnecessary, if any.
-
     ``requests`` are those in the partition ``exhausted``, in the order in which they would be
     preempted and computed again; its next step lacks ``missing_blocks``. The move is of the request
     whose blocks suffice and that is copied in the shortest time, to the partition with headroom for
     it where attention then takes least. None, too, if computing again what would be preempted takes
-    no longer than the copy.
-    """
+    no longer than the copy."""
     victims = takewhile(
         lambda at: sum(each.blocks for each in requests[:at]) < missing_blocks, range(len(requests))
     )
@@ -149,13 +143,11 @@ def move(
 
 def headroom_blocks(partition: Partition, blocks: int) -> float:
     """Return how many blocks a partition's requests need to grow, once one more holds ``blocks``.
-
     Of n requests that hold h blocks each and will grow by g each, in the mean, the first to end
-    give their blocks back before the last have grown. If what is left to grow is uniform on
-    [0, 2g], n (1 - t/2g) of them still run when they have grown by t blocks, and hold h + t each:
-    at most n (2g - h)² / 8g more than now, and never more than now if h >= 2g. A request that is
-    alone pushes no other out, so it needs none; where the growth is not known, it is one block.
-    """
+    give their blocks back before the last have grown. If what is left to grow is uniform on [0,
+    2g], n (1 - t/2g) of them still run when they have grown by t blocks, and hold h + t each: at
+    most n (2g - h)² / 8g more than now, and never more than now if h >= 2g. A request that is alone
+    pushes no other out, so it needs none; where the growth is not known, it is one block."""
     if not partition.requests:
         return 0.0
     requests = partition.requests + 1

@@ -65,14 +65,12 @@ def split(
     threshold_s: float,
     most_overhead_s: float = math.inf,
 ) -> SlicingPlan:
-    """Plan by Weaver's algorithm 1: halve the longest slices until tasks wait little.
-
-    It goes on while the mean delay that the operators cause exceeds ``threshold_s`` and their
-    longest slice K - N. Slices of one operator are equal, so they are halved together. One that
-    cannot be halved, or whose overhead would make tasks wait longer or, with that of the others,
-    exceed ``most_overhead_s`` a step, stays as it is. ``ValueError`` if two operators have the same
-    name.
-    """
+    """Plan by Weaver's algorithm 1: halve the longest slices until tasks wait little. It goes on
+    while the mean delay that the operators cause exceeds ``threshold_s`` and their longest slice K
+    - N. Slices of one operator are equal, so they are halved together. One that cannot be halved,
+    or whose overhead would make tasks wait longer or, with that of the others, exceed
+    ``most_overhead_s`` a step, stays as it is. ``ValueError`` if two operators have the same
+    name."""
     slices = {operator.name: 1 for operator in operators}
     if len(slices) < len(operators):
         raise ValueError("two operators of a step have the same name")

@@ -15,12 +15,7 @@ from starlette.routing import Route
 
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.fleet.messages import LOANS_PATH, DesiredState
-from loomserve.platform.lending.messages import (
-    EngineRpc,
-    LendAnswer,
-    LendRequest,
-    LentReport,
-)
+from loomserve.platform.lending.messages import EngineRpc, LendAnswer, LendRequest, LentReport
 from loomserve.platform.lending.metrics import LendingMetrics
 from loomserve.platform.lending.policy.slicing import SlicingPlan
 from loomserve.platform.state import LentState, SlicingState

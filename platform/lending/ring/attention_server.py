@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from loomserve.platform.lending.policy.layout import PLAIN, Rows
 from loomserve.platform.lending.ring import native
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
-from loomserve.platform.lending.ring.served_ring import (
-    IDLED,
-    POLLED,
-    AttendedRing,
-    Caches,
-    ComputeLayers,
-)
-from loomserve.platform.lending.ring.serving_thread import ServingThread
 from loomserve.platform.lending.ring.words import LINE_WORDS, Closed, ControlLine
+
+Caches = Sequence[tuple[Tensor, Tensor]]
+ComputeLayers = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""Computes whole layers of a borrower's batch.
+
+Takes hidden states and residual in the ring's ``query`` and ``output``, then query_start_loc,
+seq_lens, block_table, slot_mapping and the metadata of vLLM's kernel. Leaves hidden states and
+residual in ``output`` and ``query``."""
 
 
 class AttentionServer:
@@ -50,10 +49,8 @@ class AttentionServer:
 
     def __init__(self, spin_s: float = 50e-6, *, split_kv: bool = True) -> None:
         """``split_kv``: whether several threads may share a sequence, as in vLLM's kernels."""
-        module = native.extension()
         self._split_kv = split_kv
-        self._module = module
-        self._end: Any = module.AttentionServer(int(spin_s * 1e9)) if module else _Fallback(spin_s)
+        self._end: Any = native.extension().AttentionServer(int(spin_s * 1e9))
         # Called so often that a call of Python's own in between would double what it costs.
         self.poll = self._end.poll
         # Each ring as that end knows it.
@@ -69,22 +66,16 @@ class AttentionServer:
         layers: ComputeLayers | None = None,
         rows: Rows = PLAIN,
     ) -> None:
-        """Serve this ring, which :meth:`LentRing.create` has made, from now on.
-
-        All granted memory must hold finite numbers of the borrower's dtype, as vLLM's kernel reads
-        a sequence's last block to its end. ``caches`` are of the borrower's layers, [rows,
-        kv_heads, block_size, head_size], all with the same strides; a head's tokens are contiguous.
-        ``layers`` computes a task in place of attention. ``ValueError`` if the caches are not of
-        the ring's geometry, ``RuntimeError`` if vLLM's kernels are not loaded.
-        """
+        """Serve this ring, which :meth:`LentRing.create` has made, from now on. All granted memory
+        must hold finite numbers of the borrower's dtype, as vLLM's kernel reads a sequence's last
+        block to its end. ``caches`` are of the borrower's layers, [rows, kv_heads, block_size,
+        head_size], all with the same strides; a head's tokens are contiguous. ``layers`` computes a
+        task in place of attention. ``ValueError`` if the caches are not of the ring's geometry,
+        ``RuntimeError`` if vLLM's kernels are not loaded."""
         geometry = ring.geometry
         _check(caches, geometry)
         ring.words[ControlLine.LENDER * LINE_WORDS] = os.getpid()
-        if self._module is None:
-            self._end.open(ring, self._split_kv, caches, layers, rows)
-            self._mapped[ring] = ring
-            return
-        mapped = native.mapped(self._module, ring)
+        mapped = native.mapped(ring)
         self._end.open(
             mapped,
             ring.own,
@@ -149,50 +140,3 @@ def _check(caches: Caches, geometry: Geometry) -> None:
             f"KV caches of {[len(key) for key, _ in caches]} blocks are not alike for "
             f"{geometry.layers} layers"
         )
-
-
-class _Fallback:
-    """The native server's counterpart in Python, for machines without a compiler."""
-
-    def __init__(self, spin_s: float) -> None:
-        self._rings: dict[LentRing, AttendedRing] = {}
-        self._thread = ServingThread(self._rings, lambda served: served.serve(IDLED), spin_s)
-
-    def open(
-        self,
-        ring: LentRing,
-        split_kv: bool,
-        caches: Caches,
-        layers: ComputeLayers | None,
-        rows: Rows,
-    ) -> None:
-        with self._thread.lock:
-            self._rings[ring] = AttendedRing(ring, split_kv, caches, layers, rows)
-        self._thread.start(partial(_computing_with, torch.get_num_threads()))
-
-    def close(self, ring: LentRing) -> None:
-        with self._thread.lock:
-            self._rings.pop(ring).clear(0)
-
-    def poll(self) -> int:
-        with self._thread.lock:
-            return self._thread.serve_all(lambda served: served.serve(POLLED))
-
-    def busy(self) -> None:
-        self._thread.pause()
-        with self._thread.lock:
-            for ring, served in self._rings.items():
-                served.clear(ring.granted)
-            self._thread.look_for_dead()
-
-    def idle(self) -> None:
-        self._thread.resume()
-
-    def stop(self) -> None:
-        self._thread.stop()
-        self._rings.clear()
-
-
-def _computing_with(threads: int) -> AbstractContextManager[object]:
-    torch.set_num_threads(threads)
-    return nullcontext()

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import threading
 import time
 from collections.abc import Sequence
 
 import torch
 
 from loomserve.platform.lending.ring import native
-from loomserve.platform.lending.ring.ring import Ring, RingPeer
-from loomserve.platform.lending.ring.words import LINE_WORDS, Closed, ControlLine, RingTask
-
-YIELD_NS = 200_000
-"""After so many nanoseconds a wait yields the core between two looks."""
-LOOK_NS = 1_000_000
-"""Nanoseconds between two looks at whether the lender lives."""
-LONGEST_LOOK_NS = 10_000_000
-"""What lies between two looks counts no longer: meanwhile the borrower had no core, nor perhaps the
-lender."""
-
-SYS_FUTEX = 202
-"""The system call's number on x86-64, where alone the fallback runs."""
+from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.ring.words import LINE_WORDS, ControlLine, RingTask
 
 
 class Borrower:
-    """A worker's end of one ring, for the thread that runs its model.
+    """A worker's end of one ring, for the thread that runs its model. Call :meth:`begin_step` once
+    a step, then for each layer :meth:`post`, own work, :meth:`wait`. Between steps, blocks are
+    copied by :meth:`begin_copy`, then :meth:`write` or :meth:`read`. Once the ring is closed,
+    nothing is posted and each wait is False at once."""
 
-    Call :meth:`begin_step` once a step, then for each layer :meth:`post`, own work, :meth:`wait`.
-    Between steps, blocks are copied by :meth:`begin_copy`, then :meth:`write` or :meth:`read`. Once
-    the ring is closed, nothing is posted and each wait is False at once.
-    """
-
-    def __init__(self, ring: Ring, *, in_python: bool = False) -> None:
+    def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self._in_flight = False
         # The part of the step's metadata that copies of blocks overwrite.
@@ -42,8 +27,7 @@ class Borrower:
         self._number = ring.counter(ControlLine.STEP)
         self._tokens = 0
         ring.words[ControlLine.BORROWER * LINE_WORDS] = os.getpid()
-        module = None if in_python else native.extension()
-        self._end = module.Borrower(native.mapped(module, ring)) if module else _Fallback(ring)
+        self._end = native.extension().Borrower(native.mapped(ring))
 
     def begin_step(
         self,
@@ -53,16 +37,11 @@ class Borrower:
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write what the rows of this step's tasks are, as in vLLM's attention metadata.
-
         ``query_start_loc`` is int32 [requests + 1], counted from these rows' first; ``seq_lens``
         int32 [requests], with this step's tokens; ``block_table`` int32 [requests, up to
         ``ring.max_blocks``] in the loan's own numbering; ``slot_mapping`` int64 [tokens], block *
-        block size + place in the block.
-
-        Raises:
-            RuntimeError: a task is in flight.
-            ValueError: the step is larger than the ring.
-        """
+        block size + place in the block. Raises RuntimeError if a task is in flight; ValueError if
+        the step is larger than the ring."""
         ring, requests, tokens = self.ring, len(seq_lens), len(slot_mapping)
         width = block_table.shape[1]
         if self._in_flight:
@@ -97,11 +76,8 @@ class Borrower:
 
     def begin_copy(self, blocks: Sequence[int], task: RingTask) -> None:
         """Write which of the loan's blocks the next calls of :meth:`write` or :meth:`read` copy.
-
-        Raises:
-            RuntimeError: a task is in flight.
-            ValueError: they are none, or more than ``ring.most_copied``.
-        """
+        Raises RuntimeError if a task is in flight; ValueError if they are none, or more than
+        ``ring.most_copied``."""
         if self._in_flight:
             raise RuntimeError("a task is in flight: wait for it before a step begins")
         if not 0 < len(blocks) <= self.ring.most_copied:
@@ -123,12 +99,10 @@ class Borrower:
         return self._copied if self._end.copy(layer, timeout_s) else None
 
     def post(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Hand the step's rows of one layer to the lender.
-
-        ``query`` is [tokens, query_heads, head_size] of the geometry's dtype, ``key`` and ``value``
-        are [tokens, kv_heads, head_size]; the last dimension is contiguous. ``RuntimeError`` if a
-        task is in flight, or the tensors are not of this step and geometry.
-        """
+        """Hand the step's rows of one layer to the lender. ``query`` is [tokens, query_heads,
+        head_size] of the geometry's dtype, ``key`` and ``value`` are [tokens, kv_heads, head_size];
+        the last dimension is contiguous. ``RuntimeError`` if a task is in flight, or the tensors
+        are not of this step and geometry."""
         if self._in_flight:
             raise RuntimeError("a task is in flight: wait for it before the next is posted")
         self._end.post(layer, self._tokens, query, key, value)
@@ -157,94 +131,8 @@ class Borrower:
     def wait(self, output: torch.Tensor, timeout_s: float) -> bool:
         """Copy the posted task's attention into ``output``, [tokens, query_heads, head_size] or
         [tokens, query_heads * head_size]. False if the ring is closed; ``output`` is then
-        unchanged.
-
-        After ``timeout_s`` the ring is closed as TIMED_OUT; a halt of this thread counts for
-        ``LONGEST_LOOK_NS`` at most. A lender whose process is gone closes it as DIED within some
-        milliseconds.
-        """
+        unchanged. After ``timeout_s`` the ring is closed as TIMED_OUT; a halt of this thread counts
+        for 10 ms at most. A lender whose process is gone closes it as DIED within some
+        milliseconds."""
         self._in_flight = False
         return bool(self._end.wait(output, timeout_s))
-
-
-class _Fallback:
-    """The native end's counterpart in Python, for machines without a compiler."""
-
-    def __init__(self, ring: Ring) -> None:
-        self._ring = ring
-        self._posted = ring.counter(ControlLine.POSTED)
-        self._lender = RingPeer(ring, ControlLine.LENDER)
-        self._fence = threading.Lock()
-
-    def post(
-        self, layer: int, tokens: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
-        ring = self._ring
-        if ring.closed is not Closed.OPEN:
-            return
-        begin = time.monotonic_ns()
-        if not len(query) == len(key) == len(value) == tokens:
-            raise RuntimeError(f"a task of {len(query)} tokens in a step of {tokens}")
-        ring.areas.query[:tokens] = query
-        ring.areas.key[:tokens] = key
-        ring.areas.value[:tokens] = value
-        self._lender.meet()
-        self._announce(layer)
-        ring.count(0, 1)
-        ring.count(1, time.monotonic_ns() - begin)
-
-    def _announce(self, layer: int) -> None:
-        words, posted, now = self._ring.words, ControlLine.POSTED * LINE_WORDS, time.monotonic_ns()
-        words[posted + 1] = layer
-        words[posted + 2] = now
-        self._posted += 1
-        words[posted] = self._posted
-        # A lock's atomic instruction is a full fence on the machines that this runs on.
-        with self._fence:
-            sleeps = words[ControlLine.SLEEPING * LINE_WORDS]
-        if sleeps:
-            _wake(self._ring.areas.control[ControlLine.POSTED].data_ptr())
-        words[ControlLine.BORROWER * LINE_WORDS + 1] = now
-
-    def copy(self, layer: int, timeout_s: float) -> bool:
-        if self._ring.closed is not Closed.OPEN:
-            return False
-        self._lender.meet()
-        self._announce(layer)
-        return self._done(time.monotonic_ns(), int(timeout_s * 1e9))
-
-    def wait(self, output: torch.Tensor, timeout_s: float) -> bool:
-        ring, words = self._ring, self._ring.words
-        begin = time.monotonic_ns()
-        if not self._done(begin, int(timeout_s * 1e9)):
-            return False
-        output.copy_(ring.areas.output[: len(output)].view(output.shape))
-        waited, stats = time.monotonic_ns() - begin, ControlLine.BORROWER_STATS * LINE_WORDS
-        words[ControlLine.BORROWER * LINE_WORDS + 1] = begin + waited
-        ring.count(2, waited)
-        words[stats + 3] = max(waited, words[stats + 3])
-        return True
-
-    def _done(self, begin: int, timeout: int) -> bool:
-        ring, words, done = self._ring, self._ring.words, ControlLine.DONE * LINE_WORDS
-        looked, waited = begin, 0
-        while ring.closed is Closed.OPEN:
-            # Before the look for the result, or a halt of this process would pass for the lender's.
-            now = time.monotonic_ns()
-            if words[done] == self._posted:
-                return True
-            if now - looked >= LOOK_NS:
-                waited += min(now - looked, LONGEST_LOOK_NS)
-                looked = now
-                if waited >= timeout:
-                    ring.shut(Closed.TIMED_OUT)
-                if self._lender.gone():
-                    ring.shut(Closed.DIED)
-            if now - begin >= YIELD_NS:
-                os.sched_yield()
-        return False
-
-
-def _wake(address: int) -> None:
-    """Wake all that sleep on the futex there (FUTEX_WAKE)."""
-    ctypes.CDLL(None).syscall(SYS_FUTEX, ctypes.c_void_p(address), 1, 2**31 - 1, None, None, 0)

@@ -14,13 +14,10 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shape, type and arithmetic of one model's attention, alike in all its layers.
-
-    Activations and KV have the same ``dtype``. ``isa`` is the variant of vLLM's CPU attention
-    kernel that packs a block's interior ("vec", "vec16", "amx", "neon", …), or :data:`GPU`. A
-    ``sliding_window`` of -1 tokens is none, as is a ``softcap`` of 0. ``ValueError`` if no
-    attention has this geometry.
-    """
+    """Shape, type and arithmetic of one model's attention, alike in all its layers. Activations and
+    KV have the same ``dtype``. ``isa`` is the variant of vLLM's CPU attention kernel that packs a
+    block's interior ("vec", "vec16", "amx", "neon", …), or :data:`GPU`. A ``sliding_window`` of -1
+    tokens is none, as is a ``softcap`` of 0. ``ValueError`` if no attention has this geometry."""
 
     layers: int
     query_heads: int

@@ -10,9 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import logging
 import os
-import platform
 import shutil
 import sys
 import sysconfig
@@ -29,26 +27,15 @@ from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.lending.ring.ring import Ring
 
-log = logging.getLogger(__name__)
-
 SOURCE = Path(__file__).with_name("ring.cpp")
 NAME = "loomserve_ring"
 FLAGS = ("-O3", "-std=c++20", "-fopenmp", "-Wall")
-IN_ORDER = ("x86_64", "AMD64")
-"""Machines on whose memory model the ring needs no fences."""
 
 
 @functools.cache
-def extension() -> Any | None:
-    """Return the extension, or None if it cannot be built and the Python fallback may stand in;
-    ``StartError`` where the fallback would be unsafe."""
-    try:
-        return load()
-    except StartError as error:
-        if platform.machine() not in IN_ORDER:
-            raise
-        log.warning("Lending is slow here, as its native part is missing: %s", error)
-        return None
+def extension() -> Any:
+    """Return the extension, loaded once; ``StartError`` as of :func:`load`."""
+    return load()
 
 
 def load() -> Any:
@@ -84,9 +71,9 @@ def target() -> Path:
     return brought if brought.exists() else cache_folder() / below
 
 
-def mapped(module: Any, ring: Ring) -> Any:
+def mapped(ring: Ring) -> Any:
     """Return the extension's view of the ring, which keeps the mapping."""
-    return module.Ring(*ring.areas)
+    return extension().Ring(*ring.areas)
 
 
 def _build(path: Path) -> None:

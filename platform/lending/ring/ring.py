@@ -37,9 +37,9 @@ grants counts as its own two processes know it
 
 So neither end ever writes what the other may still read, and no lock is needed. Counters never
 repeat in practice (2^63 tasks), so a late or doubled answer cannot pass for another's. The native
-sides use C++ atomics, which are fences on ARM and POWER and plain moves on x86. The Python fallback
-has no fences, so it runs on x86 only, where stores become visible in program order and loads happen
-in it (Intel SDM vol. 3, section 9.2; AMD APM vol. 2, section 7.2).
+sides use C++ atomics, which are fences on ARM and POWER and plain moves on x86. A GPU's lender
+copies blocks in Python, which has no fences: on x86 stores become visible in program order and
+loads happen in it (Intel SDM vol. 3, section 9.2; AMD APM vol. 2, section 7.2).
 
 **Memory that is taken back.** A borrower says which blocks it uses (``vacated``) before it uses
 more (:meth:`Ring.claim`), and a lender says to what the borrower is to shrink (``wanted``) before
@@ -106,12 +106,10 @@ def _fence() -> None:
 
 
 class Ring:
-    """One ring as one process maps it.
-
-    Workers post and serve through their :class:`~loomserve.platform.lending.ring.borrower.Borrower`
-    and :class:`~loomserve.platform.lending.ring.attention_server.AttentionServer`; schedulers map
-    the ring for its control words.
-    """
+    """One ring as one process maps it. Workers post and serve through their
+    :class:`~loomserve.platform.lending.ring.borrower.Borrower` and
+    :class:`~loomserve.platform.lending.ring.attention_server.AttentionServer`; schedulers map the
+    ring for its control words."""
 
     areas: Areas
     """Gone after :meth:`close`."""

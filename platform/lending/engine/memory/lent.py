@@ -66,10 +66,8 @@ def heads_lie_apart(cache: torch.Tensor) -> bool:
 
 def keys_and_values(cache: torch.Tensor, geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views of a cache's keys and of its values, [blocks, kv_heads, block_size, head_size].
-
     ``cache`` is [blocks, kv_heads, block_size, 2 * head_size]; ``geometry.isa`` says how a head's
-    bytes are divided.
-    """
+    bytes are divided."""
     if geometry.isa == GPU:
         key, value = cache.chunk(2, dim=3)
         return key, value

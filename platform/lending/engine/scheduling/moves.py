@@ -15,12 +15,9 @@ from loomserve.platform.lending.policy.partition_costs import PartitionCosts
 
 
 class RequestMoves:
-    """Moves running requests to other blocks, their KV copied.
-
-    A moved request is preempted, and finds its full blocks in the target's prefix cache when it
-    goes on there, in this very step or the next; the KV of the tokens behind them, fewer than a
-    block, is computed again.
-    """
+    """Moves running requests to other blocks, their KV copied. A moved request is preempted, and
+    finds its full blocks in the target's prefix cache when it goes on there, in this very step or
+    the next; the KV of the tokens behind them, fewer than a block, is computed again."""
 
     def __init__(self, engine: HookedScheduler, use: PartitionUse, costs: PartitionCosts) -> None:
         self.count = 0

@@ -24,12 +24,10 @@ def room(blocks: int, shares: int, remote: int, freed: int = 0) -> int:
 
 @dataclass(frozen=True)
 class LocalKv:
-    """An engine's own KV memory, and the attention layers that use it.
-
-    ``caches`` are the model runner's, one a layer, ``[blocks, kv_heads, block_size, 2 *
-    head_size]``, whose entries are replaced while a shard is away. They lie in ``memory``; each
-    layer has address space for ``numbers`` blocks.
-    """
+    """An engine's own KV memory, and the attention layers that use it. ``caches`` are the model
+    runner's, one a layer, ``[blocks, kv_heads, block_size, 2 * head_size]``, whose entries are
+    replaced while a shard is away. They lie in ``memory``; each layer has address space for
+    ``numbers`` blocks."""
 
     attention: Sequence[Any]
     caches: list[torch.Tensor]
@@ -109,10 +107,8 @@ class RemoteShard(ABC):
     @abstractmethod
     def write_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:
         """Write one layer of whole blocks, here and at the lender; False if its ring has closed.
-
         There are at most ``borrower.ring.most_copied`` of them; ``rows`` is ``[blocks, kv_heads,
-        block_size, 2 * head_size]``, as in a cache.
-        """
+        block_size, 2 * head_size]``, as in a cache."""
 
     @abstractmethod
     def read_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import LOCAL_NODE, Config, Idle, Lending, parse
 from loomserve.platform.devices.gpus import Gpu
-from loomserve.platform.devices.machine import MachineParts, parts_here
+from loomserve.platform.devices.machine import MachineParts, check_compiler, parts_here
 from loomserve.platform.models import catalog
 from loomserve.platform.placement import division_of_model
 from loomserve.platform.placement.by_itself import Placed, leaves_something, placed, placed_late
@@ -262,6 +262,23 @@ def test_one_device_and_gpus_do_not_lend(llama: Path) -> None:
     for there in (node(cores=1), node(gpus={0: 80 * GIB, 1: 80 * GIB})):
         found = made(f"models: {{a: '{llama}'}}", **{LOCAL_NODE: there})
         assert found.config.models[0].lending is None
+
+
+def test_without_a_compiler_nothing_lends_and_who_is_to_is_told(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    found = made(f"models: {{a: '{llama}'}}").config.models[0]
+    assert found.lending is None
+    check_compiler([found])
+    lends = found.model_copy(update={"lending": Lending(auto=True)})
+    with pytest.raises(StartError, match="install g"):
+        check_compiler([lends])
+    (tmp_path / "share/loomserve/native").mkdir(parents=True)
+    check_compiler([lends])
+    assert made(f"models: {{a: '{llama}'}}").config.models[0].lending == Lending(auto=True)
 
 
 def test_this_machine_has_cores_and_memory() -> None:

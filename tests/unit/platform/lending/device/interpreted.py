@@ -17,7 +17,6 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.lending.cuda.kernel import INTERPRETED
-from loomserve.platform.lending.device.host import HostMemory
 from loomserve.platform.lending.device.server import kernel_leaf
 from loomserve.platform.lending.engine.attention import LendingContext
 from loomserve.platform.lending.engine.block_partitions import Partitions
@@ -28,6 +27,7 @@ from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.ring.geometry import GPU, Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.words import Closed
+from tests.host_memory import HostMemory
 
 OWN_BLOCKS, LENT_BLOCKS, LENDER = 4, 6, 1
 GEOMETRY = Geometry(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing as mp
 import os
 import shutil
@@ -18,7 +17,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -29,7 +27,7 @@ from vllm import _custom_ops as ops
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.lending.policy.layout import PLAIN, Rows
-from loomserve.platform.lending.ring import borrower, native, ring
+from loomserve.platform.lending.ring import native, ring
 from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import ITEM_BYTES, Geometry
@@ -39,7 +37,6 @@ from loomserve.platform.lending.ring.words import LINE_WORDS, Closed, ControlLin
 from tests.unit.stopping import stop
 from tests.waiting import PATIENCE_S
 
-IMPLEMENTATIONS = ("native", "python")
 BLOCK = 32
 BLOCKS = 12
 ABREAST = Rows(3, BLOCKS // 3)
@@ -54,23 +51,6 @@ def geometry(
 
 GQA, MHA = geometry(), geometry(query_heads=4, kv_heads=4)
 GEOMETRIES = (GQA, MHA, replace(GQA, dtype="bfloat16"), replace(MHA, sliding_window=40))
-
-
-@contextmanager
-def implemented(how: str) -> Iterator[None]:
-    """Borrowers and servers made within are of this implementation."""
-    if how == "python":
-        with patch.object(native, "extension", return_value=None):
-            yield
-    else:
-        assert native.extension() is not None
-        yield
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request: pytest.FixtureRequest) -> Iterator[None]:
-    with implemented(request.param):
-        yield
 
 
 class Memory:
@@ -366,21 +346,18 @@ def test_a_ring_that_does_not_fit_into_memory_is_refused_and_leaves_nothing(
 # Tasks
 
 
-@pytest.mark.parametrize("how", IMPLEMENTATIONS)
 @pytest.mark.parametrize("of", GEOMETRIES, ids=str)
 @pytest.mark.parametrize("rows", [PLAIN, ABREAST], ids=str)
 @settings(max_examples=12, deadline=None)
 @given(plan=st.lists(st.lists(st.integers(1, 24), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_a_lender_computes_bit_for_bit_what_the_borrower_would(
     tmp_path_factory: pytest.TempPathFactory,
-    how: str,
     of: Geometry,
     rows: Rows,
     plan: list[list[int]],
 ) -> None:
     """``plan`` says how many tokens each request gets in each step: prefills, decodes, mixed."""
-    with implemented(how):
-        pair, local = Pair(tmp_path_factory.mktemp("ring"), of, rows=rows), Local(of)
+    pair, local = Pair(tmp_path_factory.mktemp("ring"), of, rows=rows), Local(of)
     lens = [0] * 4
     for number, added in enumerate(plan):
         one = step(of, lens[: len(added)], added, seed=number)
@@ -408,7 +385,7 @@ def blocks_of(one: Geometry, count: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("of", GEOMETRIES[:3], ids=str)
 @pytest.mark.parametrize("rows_of", [PLAIN, ABREAST], ids=str)
 def test_blocks_are_copied_as_they_are_into_a_lender_and_back(
-    tmp_path: Path, implementation: None, of: Geometry, rows_of: Rows
+    tmp_path: Path, of: Geometry, rows_of: Rows
 ) -> None:
     pair = Pair(tmp_path, of, rows=rows_of)
     pair.server.idle()
@@ -432,7 +409,7 @@ def test_blocks_are_copied_as_they_are_into_a_lender_and_back(
     pair.server.stop()
 
 
-def test_attention_goes_on_after_a_copy(tmp_path: Path, implementation: None) -> None:
+def test_attention_goes_on_after_a_copy(tmp_path: Path) -> None:
     pair, local = Pair(tmp_path, GQA), Local(GQA)
     one = step(GQA, [0], [40])
     pair.begin(one)
@@ -454,9 +431,7 @@ def test_attention_goes_on_after_a_copy(tmp_path: Path, implementation: None) ->
 
 
 @pytest.mark.parametrize(("word", "value"), [(1, 0), (1, 4), (1, -1), (3, 3), (3, -1)], ids=str)
-def test_an_impossible_copy_is_refused(
-    tmp_path: Path, implementation: None, word: int, value: int
-) -> None:
+def test_an_impossible_copy_is_refused(tmp_path: Path, word: int, value: int) -> None:
     pair = Pair(tmp_path, GQA)
     pair.borrower.begin_copy([0, 1, 2], RingTask.WRITE)
     pair.ring.words[ControlLine.STEP * LINE_WORDS + word] = value
@@ -467,9 +442,7 @@ def test_an_impossible_copy_is_refused(
 
 
 @pytest.mark.parametrize("block", [-1, 4, BLOCKS])
-def test_a_copy_of_blocks_that_are_not_granted_is_refused(
-    tmp_path: Path, implementation: None, block: int
-) -> None:
+def test_a_copy_of_blocks_that_are_not_granted_is_refused(tmp_path: Path, block: int) -> None:
     pair = Pair(tmp_path, GQA)
     pair.ring.granted = 4
     pair.borrower.begin_copy([0, block], RingTask.READ)
@@ -478,16 +451,14 @@ def test_a_copy_of_blocks_that_are_not_granted_is_refused(
     assert pair.ring.closed is Closed.REFUSED
 
 
-def test_more_blocks_than_a_ring_holds_are_not_copied_at_once(
-    tmp_path: Path, implementation: None
-) -> None:
+def test_more_blocks_than_a_ring_holds_are_not_copied_at_once(tmp_path: Path) -> None:
     pair = Pair(tmp_path, GQA)
     for blocks in ([], [0, 1, 2, 3]):
         with pytest.raises(ValueError, match="are not 1 to 3"):
             pair.borrower.begin_copy(blocks, RingTask.READ)
 
 
-def test_rows_come_and_go_in_whatever_strides(tmp_path: Path, implementation: None) -> None:
+def test_rows_come_and_go_in_whatever_strides(tmp_path: Path) -> None:
     pair, local = Pair(tmp_path, GQA), Local(GQA)
     one = step(GQA, [0, 0], [3, 5])
     wide = torch.zeros(*one.qkv.shape[:3], 80)
@@ -503,9 +474,7 @@ def test_rows_come_and_go_in_whatever_strides(tmp_path: Path, implementation: No
     assert torch.equal(output, local.attend(1, one))
 
 
-def test_what_stands_behind_a_sequences_last_block_is_not_looked_at(
-    tmp_path: Path, implementation: None
-) -> None:
+def test_what_stands_behind_a_sequences_last_block_is_not_looked_at(tmp_path: Path) -> None:
     pair = Pair(tmp_path, GQA)
     one = step(GQA, [0], [40])
     one.block_table[0, 2] = -1
@@ -514,9 +483,7 @@ def test_what_stands_behind_a_sequences_last_block_is_not_looked_at(
     assert torch.equal(pair.attend(0, one), expected)
 
 
-def test_a_server_serves_several_rings_of_different_geometries(
-    tmp_path: Path, implementation: None
-) -> None:
+def test_a_server_serves_several_rings_of_different_geometries(tmp_path: Path) -> None:
     server = AttentionServer()
     pairs = [Pair(tmp_path, of, server) for of in (GQA, MHA)]
     one = [step(pair.geometry, [0, 0], [4, 9]) for pair in pairs]
@@ -561,7 +528,7 @@ def corrupt(name: str, at: int | tuple[int, int], value: int) -> Callable[[Step]
 )
 @pytest.mark.parametrize("rows", [PLAIN, ABREAST], ids=str)
 def test_a_task_on_what_is_not_the_borrowers_is_refused_before_memory_is_touched(
-    tmp_path: Path, implementation: None, spoil: Callable[[Step], None], rows: Rows
+    tmp_path: Path, spoil: Callable[[Step], None], rows: Rows
 ) -> None:
     pair = Pair(tmp_path, GQA, rows=rows)
     pair.ring.granted = BLOCKS - 2
@@ -580,9 +547,7 @@ def test_a_task_on_what_is_not_the_borrowers_is_refused_before_memory_is_touched
 
 
 @pytest.mark.parametrize("layer", [-1, 2, 2**62])
-def test_a_layer_that_the_guest_does_not_have_is_refused(
-    tmp_path: Path, implementation: None, layer: int
-) -> None:
+def test_a_layer_that_the_guest_does_not_have_is_refused(tmp_path: Path, layer: int) -> None:
     pair = Pair(tmp_path, GQA)
     one = step(GQA, [0], [4])
     pair.begin(one)
@@ -592,9 +557,7 @@ def test_a_layer_that_the_guest_does_not_have_is_refused(
 
 
 @pytest.mark.parametrize(("word", "value"), [(1, 0), (1, 5), (2, 0), (2, 257), (2, -1)])
-def test_a_step_of_impossible_size_is_refused(
-    tmp_path: Path, implementation: None, word: int, value: int
-) -> None:
+def test_a_step_of_impossible_size_is_refused(tmp_path: Path, word: int, value: int) -> None:
     pair = Pair(tmp_path, GQA)
     one = step(GQA, [0], [4])
     pair.begin(one)
@@ -604,7 +567,7 @@ def test_a_step_of_impossible_size_is_refused(
     assert pair.ring.closed is Closed.REFUSED
 
 
-def test_a_task_out_of_turn_is_refused(tmp_path: Path, implementation: None) -> None:
+def test_a_task_out_of_turn_is_refused(tmp_path: Path) -> None:
     pair = Pair(tmp_path, GQA)
     one = step(GQA, [0], [4])
     pair.begin(one)
@@ -614,9 +577,7 @@ def test_a_task_out_of_turn_is_refused(tmp_path: Path, implementation: None) -> 
     assert pair.ring.closed is Closed.REFUSED
 
 
-def test_a_grant_that_shrinks_counts_from_the_next_layer_on(
-    tmp_path: Path, implementation: None
-) -> None:
+def test_a_grant_that_shrinks_counts_from_the_next_layer_on(tmp_path: Path) -> None:
     pair = Pair(tmp_path, GQA)
     one = step(GQA, [0, 0], [4, 40])
     pair.begin(one)
@@ -627,7 +588,7 @@ def test_a_grant_that_shrinks_counts_from_the_next_layer_on(
     assert pair.ring.closed is Closed.REFUSED
 
 
-def test_an_error_of_the_kernel_closes_the_ring(tmp_path: Path, implementation: None) -> None:
+def test_an_error_of_the_kernel_closes_the_ring(tmp_path: Path) -> None:
     pair = Pair(tmp_path, replace(GQA, isa="abacus"))
     one = step(GQA, [0], [4])
     pair.begin(one)
@@ -637,9 +598,7 @@ def test_an_error_of_the_kernel_closes_the_ring(tmp_path: Path, implementation: 
     assert pair.ring.closed is Closed.FAILED
 
 
-def test_a_closed_ring_takes_no_task_and_its_lender_serves_none(
-    tmp_path: Path, implementation: None
-) -> None:
+def test_a_closed_ring_takes_no_task_and_its_lender_serves_none(tmp_path: Path) -> None:
     pair = Pair(tmp_path, GQA)
     one = step(GQA, [0], [4])
     pair.begin(one)
@@ -654,34 +613,7 @@ def test_a_closed_ring_takes_no_task_and_its_lender_serves_none(
     assert not pair.memory.bytes[:, : GQA.layers].any()
 
 
-def test_a_halt_of_the_borrower_counts_for_a_hundredth_of_a_second_at_most(tmp_path: Path) -> None:
-    with implemented("python"):
-        pair = Pair(tmp_path, GQA)
-    one = step(GQA, [0], [4])
-    pair.begin(one)
-    pair.post(one)
-    halts = 0
-
-    def halted() -> int:
-        """A clock whose reader loses its core for half a second each time."""
-        nonlocal halts
-        halts += 1
-        if halts == 8:
-            assert pair.server.poll() == 1
-        return halts * 500_000_000
-
-    with patch.object(borrower, "time", Mock(monotonic_ns=halted)):
-        assert pair.borrower.wait(pair.output(one), 0.1)
-        pair.begin(one)
-        pair.post(one)
-        assert not pair.borrower.wait(pair.output(one), 0.1)
-    assert pair.ring.closed is Closed.TIMED_OUT
-    assert 18 <= halts <= 30
-
-
-def test_a_server_that_gave_a_ring_up_does_not_touch_memory_for_it(
-    tmp_path: Path, implementation: None
-) -> None:
+def test_a_server_that_gave_a_ring_up_does_not_touch_memory_for_it(tmp_path: Path) -> None:
     pair = Pair(tmp_path, GQA)
     one = step(GQA, [0], [4])
     pair.begin(one)
@@ -694,7 +626,7 @@ def test_a_server_that_gave_a_ring_up_does_not_touch_memory_for_it(
     assert not pair.memory.bytes[:, : GQA.layers].any()
 
 
-def test_a_borrower_keeps_to_the_protocol(tmp_path: Path, implementation: None) -> None:
+def test_a_borrower_keeps_to_the_protocol(tmp_path: Path) -> None:
     pair = Pair(tmp_path, GQA)
     one, large = step(GQA, [0], [4]), step(GQA, [0] * 5, [1] * 5)
     with pytest.raises(ValueError, match="5 requests"):
@@ -711,7 +643,7 @@ def test_a_borrower_keeps_to_the_protocol(tmp_path: Path, implementation: None) 
     assert pair.borrower.wait(pair.output(one), PATIENCE_S)
 
 
-def test_caches_of_another_geometry_are_refused(tmp_path: Path, implementation: None) -> None:
+def test_caches_of_another_geometry_are_refused(tmp_path: Path) -> None:
     made, server = LentRing.create(tmp_path / "ring", GQA, 1, 1, 1), AttentionServer()
     fitting = Memory(GQA).caches
     for caches in (
@@ -748,7 +680,7 @@ def test_the_native_ring_refuses_memory_that_is_not_the_cpus(tmp_path: Path) -> 
         native.load().Ring(*areas._replace(query=areas.query.to("meta")))
 
 
-def test_all_that_happens_is_counted(tmp_path: Path, implementation: None) -> None:
+def test_all_that_happens_is_counted(tmp_path: Path) -> None:
     pair = Pair(tmp_path, GQA)
     begin = time.monotonic_ns()
     one = step(GQA, [0], [4])
@@ -776,9 +708,7 @@ def in_turn(pair: Pair, one: Step, tasks: int) -> None:
         assert pair.borrower.wait(pair.output(one), PATIENCE_S)
 
 
-def test_while_no_step_runs_the_server_serves_by_itself(
-    tmp_path: Path, implementation: None
-) -> None:
+def test_while_no_step_runs_the_server_serves_by_itself(tmp_path: Path) -> None:
     pair, local = Pair(tmp_path, GQA), Local(GQA)
     one = step(GQA, [0, 0], [4, 9])
     pair.begin(one)
@@ -793,7 +723,7 @@ def test_while_no_step_runs_the_server_serves_by_itself(
     assert not pair.borrower.wait(output, 0.05)
 
 
-def test_while_a_step_runs_tasks_wait_for_its_polls(tmp_path: Path, implementation: None) -> None:
+def test_while_a_step_runs_tasks_wait_for_its_polls(tmp_path: Path) -> None:
     pair = Pair(tmp_path, GQA)
     one = step(GQA, [0], [4])
     pair.begin(one)
@@ -809,17 +739,9 @@ def test_while_a_step_runs_tasks_wait_for_its_polls(tmp_path: Path, implementati
 
 
 @pytest.mark.parametrize("rings", [1, 2])
-@pytest.mark.parametrize("lender", IMPLEMENTATIONS)
-@pytest.mark.parametrize("borrower", IMPLEMENTATIONS)
-def test_a_post_wakes_a_server_that_sleeps(
-    tmp_path: Path, lender: str, borrower: str, rings: int
-) -> None:
-    with implemented(lender):
-        server = AttentionServer(spin_s=0)
-        pairs = [Pair(tmp_path, GQA, server) for _ in range(rings)]
-    with implemented(borrower):
-        for pair in pairs:
-            pair.borrower = Borrower(Ring.attach(pair.ring.path))
+def test_a_post_wakes_a_server_that_sleeps(tmp_path: Path, rings: int) -> None:
+    server = AttentionServer(spin_s=0)
+    pairs = [Pair(tmp_path, GQA, server) for _ in range(rings)]
     one = step(GQA, [0], [4])
     server.idle()
     for pair in pairs:
@@ -839,9 +761,7 @@ def test_a_post_wakes_a_server_that_sleeps(
     server.stop()
 
 
-def test_the_server_serves_whatever_its_engine_does_meanwhile(
-    tmp_path: Path, implementation: None
-) -> None:
+def test_the_server_serves_whatever_its_engine_does_meanwhile(tmp_path: Path) -> None:
     pair = Pair(tmp_path, GQA)
     one = step(GQA, [0], [4])
     pair.begin(one)
@@ -913,30 +833,24 @@ def test_a_changed_source_is_another_module(
     assert native.target() != before
 
 
-def test_without_a_compiler_the_fallback_stands_in_and_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_without_a_compiler_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "/nonexistent/g++")
-    with caplog.at_level(logging.WARNING):
-        assert native.extension.__wrapped__() is None
-    assert "install a C++20 compiler" in caplog.text
     # What a build that failed or was killed leaves does not stop the next.
-    with pytest.raises(StartError, match="cannot be compiled"):
-        native.load()
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    with pytest.raises(StartError, match="cannot be compiled"):
-        native.extension.__wrapped__()
+    for _ in range(2):
+        with pytest.raises(StartError, match="install a C\\+\\+20 compiler"):
+            native.load()
 
 
 # Processes that die
 
 
-def serve(path: Path, how: str, idle: bool, ready: Connection) -> None:
+def serve(path: Path, idle: bool, ready: Connection) -> None:
     """A lender's process: by its idle thread, or polling without end."""
     torch.set_num_threads(1)
-    with implemented(how):
-        mine, server = LentRing.attach(path), AttentionServer()
+    mine, server = LentRing.attach(path), AttentionServer()
     server.open(mine, Memory(mine.geometry).caches)
     if not idle:
         server.busy()
@@ -946,11 +860,10 @@ def serve(path: Path, how: str, idle: bool, ready: Connection) -> None:
     time.sleep(3600)
 
 
-def borrow(path: Path, how: str, ready: Connection) -> None:
+def borrow(path: Path, ready: Connection) -> None:
     """A borrower's process: task after task."""
     torch.set_num_threads(1)
-    with implemented(how):
-        borrower = Borrower(Ring.attach(path))
+    borrower = Borrower(Ring.attach(path))
     one = step(GQA, [0], [4])
     output = torch.empty(4, GQA.query_heads, GQA.head_size)
     borrower.begin_step(one.query_start_loc, one.seq_lens, one.block_table, one.slot_mapping)
@@ -980,15 +893,13 @@ def started(target: Callable[..., None], *arguments: object) -> Iterator[BasePro
 
 
 @pytest.mark.parametrize("idle", [True, False])
-@pytest.mark.parametrize("how", IMPLEMENTATIONS)
-def test_a_borrower_outlives_its_lender(shm: Path, how: str, idle: bool) -> None:
+def test_a_borrower_outlives_its_lender(shm: Path, idle: bool) -> None:
     made = LentRing.create(shm / "ring", GQA, 256, 4, 3)
     made.granted = BLOCKS
     one = step(GQA, [0], [4])
     output = torch.zeros(4, 9 * 64)
-    with started(serve, made.path, how, idle) as lender:
-        with implemented(how):
-            borrower = Borrower(Ring.attach(made.path))
+    with started(serve, made.path, idle) as lender:
+        borrower = Borrower(Ring.attach(made.path))
         borrower.begin_step(one.query_start_loc, one.seq_lens, one.block_table, one.slot_mapping)
         for _ in range(50):
             borrower.post(0, *one.of_layer(0, GQA))
@@ -1002,15 +913,13 @@ def test_a_borrower_outlives_its_lender(shm: Path, how: str, idle: bool) -> None
     assert made.closed is Closed.DIED
 
 
-@pytest.mark.parametrize("how", IMPLEMENTATIONS)
-def test_a_wait_for_a_lender_that_is_stopped_ends_in_time(shm: Path, how: str) -> None:
+def test_a_wait_for_a_lender_that_is_stopped_ends_in_time(shm: Path) -> None:
     made = LentRing.create(shm / "ring", GQA, 256, 4, 3)
     made.granted = BLOCKS
     one = step(GQA, [0], [4])
     output = torch.zeros(4, 9, 64)
-    with started(serve, made.path, how, True) as lender:
-        with implemented(how):
-            borrower = Borrower(Ring.attach(made.path))
+    with started(serve, made.path, True) as lender:
+        borrower = Borrower(Ring.attach(made.path))
         borrower.begin_step(one.query_start_loc, one.seq_lens, one.block_table, one.slot_mapping)
         assert lender.pid is not None
         stop(lender.pid)
@@ -1026,14 +935,12 @@ def test_a_wait_for_a_lender_that_is_stopped_ends_in_time(shm: Path, how: str) -
 
 
 @pytest.mark.parametrize("idle", [True, False])
-@pytest.mark.parametrize("how", IMPLEMENTATIONS)
-def test_a_lender_notices_that_its_borrower_died(shm: Path, how: str, idle: bool) -> None:
+def test_a_lender_notices_that_its_borrower_died(shm: Path, idle: bool) -> None:
     made = LentRing.create(shm / "ring", GQA, 256, 4, 3)
     made.granted = BLOCKS
-    with implemented(how):
-        server = AttentionServer()
+    server = AttentionServer()
     server.open(made, Memory(GQA).caches)
-    with started(borrow, made.path, how) as borrower:
+    with started(borrow, made.path) as borrower:
         while made.stats().idled < 50:
             time.sleep(0.01)
         if not idle:

@@ -23,12 +23,12 @@ from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.ring import Ring
 from loomserve.platform.lending.ring.words import Closed
-from tests.unit.platform.lending.ring.test_ring import IMPLEMENTATIONS, implemented, shm, started
+from tests.unit.platform.lending.ring.test_ring import shm, started
 from tests.waiting import PATIENCE_S
 
 __all__ = ["shm"]
 
-TASKS = {"native": 10_000, "python": 1_000}
+TASKS = 10_000
 ASKED = os.environ.get("LOOMSERVE_RING_TASKS")
 KILLS = 4
 LAYERS, REQUESTS, BLOCK, HEAD = 2, 3, 32, 32
@@ -88,11 +88,10 @@ def tiny_ring(folder: Path) -> LentRing:
     return made
 
 
-def tiny_lender(path: Path, how: str, ready: Connection) -> None:
+def tiny_lender(path: Path, ready: Connection) -> None:
     """Lives as an engine does: some polls, then idle for a while, now and then long."""
     torch.set_num_threads(1)
-    with implemented(how):
-        ring, server = LentRing.attach(path), AttentionServer()
+    ring, server = LentRing.attach(path), AttentionServer()
     key, value = torch.zeros(LAYERS, REQUESTS, 1, 2 * BLOCK, HEAD).chunk(2, dim=3)
     server.open(ring, [(key[layer], value[layer]) for layer in range(LAYERS)])
     ready.send(None)
@@ -105,23 +104,20 @@ def tiny_lender(path: Path, how: str, ready: Connection) -> None:
         time.sleep(engine.choice((0, 1e-5, 1e-4, 1e-3)))
 
 
-def tiny_borrower(path: Path, how: str, ready: Connection) -> None:
+def tiny_borrower(path: Path, ready: Connection) -> None:
     torch.set_num_threads(1)
-    with implemented(how):
-        workload = Workload(Borrower(Ring.attach(path)))
+    workload = Workload(Borrower(Ring.attach(path)))
     ready.send(None)
     while workload.step():
         pass
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("how", IMPLEMENTATIONS)
-def test_no_task_is_lost_repeated_stale_or_torn(shm: Path, how: str) -> None:
+def test_no_task_is_lost_repeated_stale_or_torn(shm: Path) -> None:
     made = tiny_ring(shm)
-    tasks = int(ASKED or TASKS[how])
-    with started(tiny_lender, made.path, how):
-        with implemented(how):
-            workload = Workload(Borrower(Ring.attach(made.path)))
+    tasks = int(ASKED or TASKS)
+    with started(tiny_lender, made.path):
+        workload = Workload(Borrower(Ring.attach(made.path)))
         while workload.task < tasks:
             assert workload.step(), made.closed
     stats = made.stats()
@@ -130,14 +126,12 @@ def test_no_task_is_lost_repeated_stale_or_torn(shm: Path, how: str) -> None:
     assert stats.idled > 0
 
 
-@pytest.mark.parametrize("how", IMPLEMENTATIONS)
-def test_a_lender_killed_at_any_moment_gives_no_wrong_result(shm: Path, how: str) -> None:
+def test_a_lender_killed_at_any_moment_gives_no_wrong_result(shm: Path) -> None:
     moments = random.Random(1)
     for _ in range(KILLS):
         made = tiny_ring(shm)
-        with started(tiny_lender, made.path, how) as lender:
-            with implemented(how):
-                workload = Workload(Borrower(Ring.attach(made.path)))
+        with started(tiny_lender, made.path) as lender:
+            workload = Workload(Borrower(Ring.attach(made.path)))
             assert workload.step()
             killer = threading.Timer(moments.uniform(0, 0.2), lender.kill)
             killer.start()
@@ -147,19 +141,15 @@ def test_a_lender_killed_at_any_moment_gives_no_wrong_result(shm: Path, how: str
         assert made.closed is Closed.DIED
 
 
-@pytest.mark.parametrize("how", IMPLEMENTATIONS)
-def test_a_server_takes_up_the_successors_of_borrowers_killed_at_any_moment(
-    shm: Path, how: str
-) -> None:
+def test_a_server_takes_up_the_successors_of_borrowers_killed_at_any_moment(shm: Path) -> None:
     moments = random.Random(2)
-    with implemented(how):
-        server = AttentionServer()
+    server = AttentionServer()
     memory = torch.zeros(LAYERS, REQUESTS, 1, 2 * BLOCK, HEAD)
     key, value = memory.chunk(2, dim=3)
     for _ in range(KILLS):
         made = tiny_ring(shm)
         server.open(made, [(key[layer], value[layer]) for layer in range(LAYERS)])
-        with started(tiny_borrower, made.path, how) as borrower:
+        with started(tiny_borrower, made.path) as borrower:
             time.sleep(moments.uniform(0, 0.2))
             # It ends by itself only if a result was wrong.
             assert borrower.is_alive()

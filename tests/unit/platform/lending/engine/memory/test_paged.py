@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from loomserve.platform.lending.device.host import HostPages
 from loomserve.platform.lending.engine.memory.paged import PagedMemory
+from tests.host_memory import HostPages
 
 PAGE = mmap.PAGESIZE
 

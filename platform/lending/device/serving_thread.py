@@ -7,10 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Generic, Protocol, TypeVar
 
+from loomserve.platform.lending.device.kernel_loan import KernelLoan
 from loomserve.platform.lending.ring.lent_ring import LentRing
-from loomserve.platform.lending.ring.ring import RingPeer
 from loomserve.platform.lending.ring.words import LINE_WORDS, Closed, ControlLine
 
 log = logging.getLogger(__name__)
@@ -21,20 +20,15 @@ IDLE_SLEEP_S = 100e-6
 """The thread is not woken: it sleeps so long between two looks for tasks."""
 
 
-class Served(Protocol):
-    @property
-    def borrower(self) -> RingPeer: ...
-
-
-S = TypeVar("S", bound=Served)
-
-
-class ServingThread(Generic[S]):
+class ServingThread:
     """Serves rings, one task at a time, while it holds ``lock``, unless it is paused. An error of a
     ring's service closes it as FAILED."""
 
     def __init__(
-        self, rings: Mapping[LentRing, S], serve: Callable[[S], int], spin_s: float
+        self,
+        rings: Mapping[LentRing, KernelLoan],
+        serve: Callable[[KernelLoan], int],
+        spin_s: float,
     ) -> None:
         """``rings`` is changed by who holds ``lock``; ``serve`` serves at most one task, and
         returns how many. After ``spin_s`` without one the thread sleeps between looks."""
@@ -67,7 +61,7 @@ class ServingThread(Generic[S]):
     def resume(self) -> None:
         self._idle.set()
 
-    def serve_all(self, serve: Callable[[S], int]) -> int:
+    def serve_all(self, serve: Callable[[KernelLoan], int]) -> int:
         """Serve each ring once; the caller holds ``lock``."""
         now, count = time.monotonic_ns(), 0
         for ring, served in self._rings.items():
