@@ -7,12 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from loomserve.platform.aliases.policy.choice import present
-from loomserve.platform.batch.executor import (
-    AliasedModels,
-    KnownModels,
-    Models,
-    QueuedModel,
-)
+from loomserve.platform.batch.executor import AliasedModels, KnownModels, Models, QueuedModel
 from loomserve.platform.batch.live import LiveBatch, RunningLine
 from loomserve.platform.batch.policy.admission import (
     EngineCapacity,

@@ -21,11 +21,9 @@ def end(
     store: BatchStore, folder: BatchFolder, batch: BatchRecord, retention_s: float, now: float
 ) -> BatchRecord:
     """End a batch that is finalizing or cancelling; repeating it after a crash is safe, and so is
-    another lane that takes over meanwhile: each has files of its own.
-
-    One transaction makes both files known, once they are whole and in their places. What fails
-    before, a full disk most of all, leaves neither behind.
-    """
+    another lane that takes over meanwhile: each has files of its own. One transaction makes both
+    files known, once they are whole and in their places. What fails before, a full disk most of
+    all, leaves neither behind."""
     ids = {ok: _file_id(batch.id, kind, store.generation) for ok, kind in _KINDS.items()}
     try:
         sizes = _write(store, folder, batch, ids)

@@ -62,13 +62,7 @@ class BatchLane:
             clock=clock,
         )
         self._lifecycle = BatchLifecycle(
-            store,
-            self._thread,
-            folder,
-            self._runner,
-            options,
-            max_body=max_body,
-            clock=clock,
+            store, self._thread, folder, self._runner, options, max_body=max_body, clock=clock
         )
 
     async def run(self) -> None:

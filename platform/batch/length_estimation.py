@@ -18,6 +18,7 @@ from loomserve.platform.batch.policy.lengths import LineLength
 from loomserve.platform.batch.policy.lines import BatchLine, parse
 from loomserve.platform.batch.policy.objects import BatchRecord
 from loomserve.platform.lengths.predict.prediction import query_of
+from loomserve.platform.lengths.service import open_predictor
 
 if TYPE_CHECKING:
     from loomserve.platform.lengths.training.learner import Learner
@@ -35,7 +36,7 @@ class LengthEstimator:
         self, folder: BatchFolder, open_one: Callable[[str], Learner] | None = None
     ) -> None:
         self._folder = folder
-        self._open_one = open_one or _open_predictor
+        self._open_one = open_one or open_predictor
         self._thread = ThreadPoolExecutor(1, "length-estimation")
 
     def close(self) -> None:
@@ -94,10 +95,3 @@ def _predicted(predictor: Learner, body: Mapping[str, object]) -> LineLength | N
     if predicted is None:
         return None
     return LineLength(query.input_tokens, predicted.tokens, predicted.high)
-
-
-def _open_predictor(name: str) -> Learner:
-    # Only here: a lane without predictors needs neither numpy nor tokenizers.
-    from loomserve.platform.lengths.stored import open_predictor
-
-    return open_predictor(name)

@@ -33,12 +33,10 @@ _NO_ROOM_S = 1.0
 
 
 class BatchLifecycle:
-    """Validates batches, hands them to the runner, ends them and forgets them.
-
-    Each batch by itself: one whose step fails waits and is tried again, and is failed in the end,
-    while all others go on. What reads or writes whole files is done beside the rest, one file to
-    be checked and one batch to be ended at a time.
-    """
+    """Validates batches, hands them to the runner, ends them and forgets them. Each batch by
+    itself: one whose step fails waits and is tried again, and is failed in the end, while all
+    others go on. What reads or writes whole files is done beside the rest, one file to be checked
+    and one batch to be ended at a time."""
 
     def __init__(
         self,
@@ -182,10 +180,7 @@ class BatchLifecycle:
     def _check(self, batch: BatchRecord) -> lines.CheckedFile:
         with self._folder.blob(batch.input_file_id).open("rb") as stream:
             return lines.check(
-                stream,
-                batch.endpoint,
-                max_lines=self._options.max_lines,
-                max_body=self._max_body,
+                stream, batch.endpoint, max_lines=self._options.max_lines, max_body=self._max_body
             )
 
     async def _end_each(self, batches: Sequence[BatchRecord]) -> None:

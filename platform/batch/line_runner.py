@@ -12,13 +12,7 @@ from dataclasses import replace
 
 from loomserve.platform.batch import answers
 from loomserve.platform.batch.dispatch import Dispatcher
-from loomserve.platform.batch.executor import (
-    AWAY,
-    LineAnswer,
-    LineCall,
-    LineExecutor,
-    LineOutcome,
-)
+from loomserve.platform.batch.executor import AWAY, LineAnswer, LineCall, LineExecutor, LineOutcome
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.length_estimation import LengthEstimator
 from loomserve.platform.batch.live import LiveBatch, RunningLine

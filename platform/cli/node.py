@@ -95,11 +95,8 @@ def _options(
     token_file: Path | None,
     ports: str | None,
 ) -> NodeOptions:
-    """
-    Raises:
-        ConfigError: an option is wrong, or one is missing.
-        StartError: the token or the folder is not as it must be, or the head has no address.
-    """
+    """Raises ConfigError if an option is wrong, or one is missing; StartError if the token or the
+    folder is not as it must be, or the head has no address."""
     if address is None and not head:
         raise ConfigError("--address: say HOST:PORT of the head, or --head to be it")
     where = _checked("--address", ClusterAddress, address) if address else None

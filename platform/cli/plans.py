@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -16,6 +15,7 @@ from loomserve.platform.rebalancing.plans.plans import Plan, PlanStep
 from loomserve.platform.rebalancing.plans.reports import (
     Events,
     MadePlan,
+    Mode,
     PlanList,
     RebalancingState,
 )
@@ -35,12 +35,6 @@ plans = AdminCommands(invoke_without_command=True, help="What moves between devi
 PlanId = Annotated[str, typer.Argument(help="The plan's id.")]
 Force = Annotated[bool, typer.Option("--force", help="Limits may be exceeded.")]
 Replica = Annotated[str, typer.Argument(help="A replica's id, as loomserve status shows it.")]
-
-
-class _Mode(StrEnum):
-    OFF = "off"
-    ADVISE = "advise"
-    AUTO = "auto"
 
 
 @plans.callback()
@@ -134,7 +128,7 @@ def abort(platform: AdminClient, plan: PlanId) -> None:
 
 @plans.command()
 def mode(
-    platform: AdminClient, to: Annotated[_Mode, typer.Argument(help="off, advise or auto.")]
+    platform: AdminClient, to: Annotated[Mode, typer.Argument(help="off, advise or auto.")]
 ) -> None:
     """Say whether plans are made, and whether they are carried out by themselves."""
     platform.carry_out("PUT", "rebalancing", {"mode": to})

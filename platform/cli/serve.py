@@ -167,10 +167,7 @@ class Platform:
         return session_folder() / "logs" / "serve"
 
     def check_ray(self, wait_s: float = 0.0) -> None:
-        """
-        Raises:
-            RayEnded: a process of Ray's has ended, for which this waits so long.
-        """
+        """Raises RayEnded if a process of Ray's has ended, for which this waits so long."""
         if lost := self.ray.lost(wait_s):
             raise RayEnded(
                 f"Ray's {lost} has ended, so that nothing new is served: "
@@ -301,12 +298,8 @@ def _start(
     say: Say,
     ends: EndSignals,
 ) -> None:
-    """Start the platform, and wait until it answers.
-
-    Raises:
-        StartError: it cannot be started.
-        Interrupted: an end was asked for, or a process of Ray's has ended.
-    """
+    """Start the platform, and wait until it answers. Raises StartError if it cannot be started;
+    Interrupted if an end was asked for, or a process of Ray's has ended."""
 
     def unless() -> object:
         return ends.asked.is_set() or platform.ray.lost()

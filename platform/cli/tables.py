@@ -34,11 +34,9 @@ def mebibytes(size: int | None) -> Figure:
 def table(
     title: str | None, rows: Iterable[Row], *, whole: int = 1, sections: bool = False
 ) -> Table | None:
-    """A table, in which no cell is taken for markup; None if there are no rows.
-
-    The first ``whole`` columns never fold. With ``sections``, an empty line precedes each row whose
-    first cell is not blank.
-    """
+    """A table, in which no cell is taken for markup; None if there are no rows. The first ``whole``
+    columns never fold. With ``sections``, an empty line precedes each row whose first cell is not
+    blank."""
     rows = list(rows)
     if not rows:
         return None

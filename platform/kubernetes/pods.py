@@ -41,13 +41,9 @@ def pod_environment() -> dict[str, str]:
 
 def prepare_pod(memory: Path = SHARED_MEMORY) -> None:
     """Make the folders of this pod's run, and remove what a killed container has left there.
-
     Nothing of the platform runs yet. The arena of the KV store stays, which the next store takes.
-    ``memory``: the folder of shared memory, which is the pod's alone.
-
-    Raises:
-        StartError: this is no pod of the chart's.
-    """
+    ``memory``: the folder of shared memory, which is the pod's alone. Raises StartError if this is
+    no pod of the chart's."""
     path = os.environ.get(RUN_VARIABLE)
     if path is None:
         raise StartError(f"{RUN_VARIABLE} is not set: this command is for the pods of the chart")
@@ -75,9 +71,7 @@ def internal_token() -> str:
 
 def read_config(path: Path, expected: str, timeout_s: float) -> str:
     """The text of the configuration that has this digest; StartError: the file stays another one.
-
-    Kubernetes takes a minute or so to bring a changed Secret to its pods.
-    """
+    Kubernetes takes a minute or so to bring a changed Secret to its pods."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

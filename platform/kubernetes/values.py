@@ -48,13 +48,9 @@ _GIB = 2**30
 
 
 def derived_values(text: str, config: Config, weights: Mapping[str, int]) -> dict[str, Any]:
-    """What the chart has under ``derived``; sizes in bytes, times in seconds.
-
-    ``text`` is the configuration's file, ``weights`` bytes of all models, offline ones among them.
-
-    Raises:
-        ConfigError: the configuration cannot run on Kubernetes; says why.
-    """
+    """What the chart has under ``derived``; sizes in bytes, times in seconds. ``text`` is the
+    configuration's file, ``weights`` bytes of all models, offline ones among them. Raises
+    ConfigError if the configuration cannot run on Kubernetes; says why."""
     _check(config, weights)
     in_cluster = config.cluster is not None
     return {
@@ -186,10 +182,8 @@ def _engines_on(model: Model, weight_bytes: int, devices: Sequence[Device]) -> l
 
 
 def _host_bytes(model: Model, weight_bytes: int, device: Device) -> float:
-    """Of an engine; of one on a GPU, what its weights take on their way there.
-
-    An engine on CPUs may compute in numbers that are twice as wide as those of the files.
-    """
+    """Of an engine; of one on a GPU, what its weights take on their way there. An engine on CPUs
+    may compute in numbers that are twice as wide as those of the files."""
     if device.gpu is not None:
         return GPU_ENGINE_BYTES + weight_bytes
     return replica_bytes(model, 2 * weight_bytes)

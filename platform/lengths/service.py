@@ -28,10 +28,8 @@ _LIMIT_S = 0.03
 
 @dataclass(frozen=True)
 class Predicted:
-    """A prediction, with the predictor and the query that are needed to learn from the answer.
-
-    It is None as long as the predictor has not learnt anything.
-    """
+    """A prediction, with the predictor and the query that are needed to learn from the answer. It
+    is None as long as the predictor has not learnt anything."""
 
     predictor: Learner
     query: LengthQuery
@@ -58,7 +56,7 @@ class LengthPredictions:
         limit_s: float = _LIMIT_S,
     ) -> None:
         self._metrics = metrics
-        self._open_one = open_one or _open_predictor
+        self._open_one = open_one or open_predictor
         self._limit_s = limit_s
         self._names: dict[str, str] = {}
         self._open: dict[str, Learner] = {}
@@ -100,10 +98,8 @@ class LengthPredictions:
         return predicted
 
     def ended(self, model: str, predicted: Predicted, tokens: int, key: str) -> None:
-        """Learn from an answer that ended by itself with ``tokens`` tokens.
-
-        ``key``: name of the API key that asked; empty where none is needed.
-        """
+        """Learn from an answer that ended by itself with ``tokens`` tokens. ``key``: name of the
+        API key that asked; empty where none is needed."""
         if predicted.prediction is not None:
             self._metrics.length_observed(model, abs(predicted.prediction.tokens - tokens))
         predicted.predictor.observe(predicted.query, predicted.prediction, tokens, key)
@@ -134,11 +130,11 @@ class LengthPredictions:
             predictor.close()
 
 
-def _open_predictor(name: str) -> Learner:
-    # Imported here, so that gateways without predictors need neither numpy nor tokenizers.
-    from loomserve.platform.lengths.stored import open_predictor
+def open_predictor(name: str) -> Learner:
+    # Imported here: a process without predictors needs neither numpy nor tokenizers.
+    from loomserve.platform.lengths import stored
 
-    return open_predictor(name)
+    return stored.open_predictor(name)
 
 
 def _predict(predictor: Learner, request: Mapping[str, Any]) -> Predicted | None:

@@ -29,11 +29,8 @@ _TOKENS = 128.0
 
 
 def folder_of(name: str) -> Path:
-    """The folder of a predictor's versions: ``lengths/NAME`` in the user's cache folder.
-
-    Raises:
-        ConfigError: the name leads to another folder.
-    """
+    """The folder of a predictor's versions: ``lengths/NAME`` in the user's cache folder. Raises
+    ConfigError if the name leads to another folder."""
     if not name or name.startswith(".") or "/" in name:
         raise ConfigError(f"--name {name!r}: give a plain name, such as the served model's")
     return cache_folder() / "lengths" / name
@@ -46,10 +43,7 @@ def remember_embeddings(folder: Path, model: Path) -> None:
 
 def open_predictor(name: str) -> Learner:
     """Open the current version of a predictor. It reads files: do not call it on an event loop.
-
-    Raises:
-        ConfigError: there is none, or a file that it needs is damaged or gone.
-    """
+    Raises ConfigError if there is none, or a file that it needs is damaged or gone."""
     folder = folder_of(name)
     again = f"run loomserve lengths train FILES --name {name}"
     versions = PredictorVersions(folder)
@@ -86,11 +80,8 @@ def untrained(embeddings: TokenEmbeddings) -> tuple[Fitted, TrainingSet]:
 
 
 def begin_untrained(name: str) -> None:
-    """Begin a predictor that has yet to learn everything, unless there is one of the name.
-
-    Raises:
-        ConfigError: the model whose embeddings it reads cannot be had.
-    """
+    """Begin a predictor that has yet to learn everything, unless there is one of the name. Raises
+    ConfigError if the model whose embeddings it reads cannot be had."""
     if _is_there(name):
         return
     try:

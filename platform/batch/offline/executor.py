@@ -64,12 +64,10 @@ class OfflineExecutor:
         dtype: str = "auto",
         revision: str | None = None,
     ) -> None:
-        """Load a model, with so many torch threads of the whole process.
-
-        ``kv_bytes`` is the budget of a batch's KV, not an allocation. A batch that crosses it ends
-        as if memory were full: running into the real limit of main memory is not safe. Raises
-        ConfigError as :func:`check` if transformers cannot run it in batches.
-        """
+        """Load a model, with so many torch threads of the whole process. ``kv_bytes`` is the budget
+        of a batch's KV, not an allocation. A batch that crosses it ends as if memory were full:
+        running into the real limit of main memory is not safe. Raises ConfigError as :func:`check`
+        if transformers cannot run it in batches."""
         torch.set_num_threads(threads)
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             model, dtype=dtype, revision=revision
@@ -86,17 +84,13 @@ class OfflineExecutor:
         return _context(self._model.config)
 
     def run(
-        self,
-        requests: Sequence[OfflineRequest],
-        left: Callable[[], Collection[int]] = frozenset,
+        self, requests: Sequence[OfflineRequest], left: Callable[[], Collection[int]] = frozenset
     ) -> list[list[int]]:
-        """Compute a batch, and return the answers' token ids, end tokens included.
-
-        Before each step ``left`` returns the places of requests that nobody waits for any more:
-        their answers end there, and the batch does not go on for them. Raises OutOfMemoryError if
-        β·(L + g)·Δ crosses the budget before each answer's g-th token, and what was computed is
-        lost; ValueError if a request is empty, or longer than the model's context.
-        """
+        """Compute a batch, and return the answers' token ids, end tokens included. Before each step
+        ``left`` returns the places of requests that nobody waits for any more: their answers end
+        there, and the batch does not go on for them. Raises OutOfMemoryError if β·(L + g)·Δ crosses
+        the budget before each answer's g-th token, and what was computed is lost; ValueError if a
+        request is empty, or longer than the model's context."""
         for one in requests:
             if not one.prompt or one.max_tokens < 1:
                 raise ValueError("a request needs a prompt and an answer of at least one token")

@@ -148,13 +148,11 @@ def in_turn(queues: Sequence[LineQueue]) -> Iterator[tuple[str, BatchCandidate]]
 
 
 def peak(works: Sequence[LineWork]) -> float:
-    """The most KV, in tokens, that sequences hold at once while each generates a token a step.
-
-    A sequence that ends frees what it held, so the worst moment is just before one ends: with the
+    """The most KV, in tokens, that sequences hold at once while each generates a token a step. A
+    sequence that ends frees what it held, so the worst moment is just before one ends: with the
     sequences ordered by what is left, the longest first, that of the k-th is the sum of what the
     first k hold, and k times what is left of the k-th (Gong et al., Past-Future Scheduler for LLM
-    Serving under SLA Guarantees, ASPLOS 2025).
-    """
+    Serving under SLA Guarantees, ASPLOS 2025)."""
     most = held = 0.0
     count = 0
     for work in sorted(works, key=lambda work: -work.left):

@@ -67,10 +67,7 @@ def _check_files(config: Config, model: Model, base: Path, say: Say) -> None:
 
 
 def _check_size(config: Config, model: Model, held_bytes: int) -> None:
-    """
-    Raises:
-        ConfigError: no device that it may be on has room for its weights and its KV.
-    """
+    """Raises ConfigError if no device that it may be on has room for its weights and its KV."""
     devices = [config.device(name) for name in model.devices] or list(config.devices)
     gpus = gpus_of(config.devices)
     needed = replica_bytes(model, held_bytes, gpus) * model.largest_share

@@ -26,12 +26,9 @@ Check = Callable[[], object]
 
 
 def check_machine(config: Config, base: Path) -> None:
-    """Check the machine, to fail now rather than at the first request.
-
-    Raises:
-        StartError: a busy port, a core, a GPU, a compiler or a folder that is not there, or a vLLM
-            or Ray that lacks what Loomserve builds on; says what to do.
-    """
+    """Check the machine, to fail now rather than at the first request. Raises StartError, which
+    says what to do, for a busy port, a core, a GPU, a compiler or a folder that is not there, or a
+    vLLM or Ray that lacks what Loomserve builds on."""
     for check in machine_checks(config, base):
         check()
 

@@ -23,13 +23,9 @@ _FEWEST_DESCRIPTORS = 256
 
 
 def with_absolute_files(config: Config, base: Path) -> Config:
-    """The configuration with the server's files found from anywhere; ``base`` is its folder.
-
-    Raises:
-        ConfigError: the keys file is wrong.
-        StartError: clients could not connect with the certificate, or the audit log or usage
-            cannot be written.
-    """
+    """The configuration with the server's files found from anywhere; ``base`` is its folder. Raises
+    ConfigError if the keys file is wrong; StartError if clients could not connect with the
+    certificate, or the audit log or usage cannot be written."""
     server = config.server
     audit_log = audit_log_path(server, base)
     check_audit_log(audit_log)

@@ -38,10 +38,8 @@ class TokenEmbeddings:
     """Embedding table of a model folder, memory-mapped: loading reads only its header."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises:
-        ConfigError: the folder has no tokenizer.json, or no embedding table in safetensors of
-            float32, float16 or bfloat16.
-        """
+        """Raises ConfigError if the folder has no tokenizer.json, or no embedding table in
+        safetensors of float32, float16 or bfloat16."""
         tokenizer = folder / "tokenizer.json"
         if not tokenizer.is_file():
             raise ConfigError(f"{folder} has no tokenizer.json; give another model for embeddings")

@@ -20,11 +20,9 @@ _HASHED = 2048
 
 
 def compressed(embedding: Floats, groups: int) -> Floats:
-    """An embedding compressed to ``groups`` values (Magnus), shape ``[groups]``.
-
-    Each value is the sum of a group divided by the square root of the group's size. Groups are of
-    neighbouring dimensions; their sizes differ by one at most.
-    """
+    """An embedding compressed to ``groups`` values (Magnus), shape ``[groups]``. Each value is the
+    sum of a group divided by the square root of the group's size. Groups are of neighbouring
+    dimensions; their sizes differ by one at most."""
     starts = np.arange(groups) * len(embedding) // groups
     sizes = np.diff(starts, append=len(embedding))
     sums: Floats = np.add.reduceat(embedding, starts) / np.sqrt(sizes, dtype=np.float32)

@@ -32,11 +32,9 @@ def bucket_of(tokens: ArrayLike) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Output length of a request before calibration, in tokens.
-
-    Mean and median are given the most tokens that the answer may have; ``low`` and ``high`` are the
-    5 % and 95 % quantiles if nothing bounds it. ``bucket`` is the likeliest.
-    """
+    """Output length of a request before calibration, in tokens. Mean and median are given the most
+    tokens that the answer may have; ``low`` and ``high`` are the 5 % and 95 % quantiles if nothing
+    bounds it. ``bucket`` is the likeliest."""
 
     tokens: float
     low: float

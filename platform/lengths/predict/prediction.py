@@ -17,12 +17,10 @@ _COUNTED = 4000
 
 @dataclass(frozen=True, slots=True)
 class LengthQuery:
-    """The properties of a request on which its answer's length may depend.
-
-    ``instruction`` is the application's text: the system prompt, or the text that its requests
-    repeat. It or ``user_input`` may be empty. ``input_tokens`` are those of the whole prompt, and
-    ``max_tokens`` the most that may be generated; None: no bound is known.
-    """
+    """The properties of a request on which its answer's length may depend. ``instruction`` is the
+    application's text: the system prompt, or the text that its requests repeat. It or
+    ``user_input`` may be empty. ``input_tokens`` are those of the whole prompt, and ``max_tokens``
+    the most that may be generated; None: no bound is known."""
 
     instruction: str
     user_input: str
@@ -32,10 +30,8 @@ class LengthQuery:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Expected output tokens, and an interval that holds :data:`COVERAGE` of the lengths.
-
-    ``0 <= low <= tokens <= high``, and none of them exceeds the query's ``max_tokens``.
-    """
+    """Expected output tokens, and an interval that holds :data:`COVERAGE` of the lengths. ``0 <=
+    low <= tokens <= high``, and none of them exceeds the query's ``max_tokens``."""
 
     tokens: float
     low: float
@@ -45,12 +41,10 @@ class Prediction:
 
 
 def query_of(request: Mapping[str, Any], count: Callable[[str], int]) -> LengthQuery | None:
-    """The length query of a request to any endpoint that generates text.
-
-    The instruction is the text of system messages, ``system`` or ``instructions``; all other text
-    is the user's input. ``count`` returns the tokens of a text. None: there is no text, as with
-    token ids, or there are several prompts, whose answers differ.
-    """
+    """The length query of a request to any endpoint that generates text. The instruction is the
+    text of system messages, ``system`` or ``instructions``; all other text is the user's input.
+    ``count`` returns the tokens of a text. None: there is no text, as with token ids, or there are
+    several prompts, whose answers differ."""
     instruction = list(_texts(request, ("system", "instructions")))
     user_input: list[str] = []
     for message in _messages(request):

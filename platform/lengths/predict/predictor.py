@@ -24,11 +24,9 @@ from loomserve.platform.lengths.predict.prediction import LengthQuery, Predictio
 
 
 def margin(guesses: Sequence[Guess], tokens: Sequence[int], coverage: float) -> float:
-    """The width to add to both ends of intervals, in log(1 + tokens); negative narrows them.
-
-    The samples must not be those that the predictor was trained on. Fewer than
-    ``coverage / (1 - coverage)`` of them give an infinite margin.
-    """
+    """The width to add to both ends of intervals, in log(1 + tokens); negative narrows them. The
+    samples must not be those that the predictor was trained on. Fewer than ``coverage / (1 -
+    coverage)`` of them give an infinite margin."""
     actual = np.log1p(tokens)
     low = np.log1p([guess.low for guess in guesses])
     high = np.log1p([guess.high for guess in guesses])
@@ -74,11 +72,9 @@ class Fitted:
 
 
 class TrainedPredictor:
-    """Predictor that reads a request's text. Immutable, so any thread may call it.
-
-    A prediction takes 3 ms at most (median, one core) and longer for long texts, so it must not be
-    called on an event loop.
-    """
+    """Predictor that reads a request's text. Immutable, so any thread may call it. A prediction
+    takes 3 ms at most (median, one core) and longer for long texts, so it must not be called on an
+    event loop."""
 
     def __init__(self, fitted: Fitted, embeddings: TokenEmbeddings) -> None:
         """Raises ``ConfigError`` if the predictor was trained with other embeddings."""

@@ -63,10 +63,8 @@ def trained_without(
     embeddings: TokenEmbeddings,
 ) -> TrainedPredictor:
     """A predictor that has not seen this fold: the next fold calibrates it, the others train it.
-
     ``folds`` has the number of each sample's fold, below :data:`FOLDS` (``samples.py``). Raises
-    ``ConfigError`` for too few samples.
-    """
+    ``ConfigError`` for too few samples."""
     known = [(sample, of) for sample, of in zip(samples, folds, strict=True) if of != fold]
     fitted, _ = train(
         kind,
@@ -79,12 +77,10 @@ def trained_without(
 
 
 def evaluate(samples: Sequence[Sample], embeddings: TokenEmbeddings) -> list[PredictorScore]:
-    """Scores of every kind of predictor on every task, and on all tasks together.
-
-    Cross-validation over five folds without near-duplicates (``samples.py``). In each round one
-    fold tests, the next calibrates and three train, so that every request is tested once. Raises
-    ``ConfigError`` for too few samples.
-    """
+    """Scores of every kind of predictor on every task, and on all tasks together. Cross-validation
+    over five folds without near-duplicates (``samples.py``). In each round one fold tests, the next
+    calibrates and three train, so that every request is tested once. Raises ``ConfigError`` for too
+    few samples."""
     folds = folds_of(samples)
     scores = []
     for kind in KINDS:

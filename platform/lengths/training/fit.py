@@ -43,13 +43,9 @@ def train(
     *,
     calibrate_on: int,
 ) -> tuple[Fitted, TrainingSet]:
-    """Train on all folds but ``calibrate_on``, and calibrate on that one.
-
-    ``folds`` has the fold of each sample; near-duplicates must share theirs (``samples.py``).
-
-    Raises:
-        ConfigError: there are too few samples, or too few to calibrate.
-    """
+    """Train on all folds but ``calibrate_on``, and calibrate on that one. ``folds`` has the fold of
+    each sample; near-duplicates must share theirs (``samples.py``). Raises ConfigError if there are
+    too few samples, or too few to calibrate."""
     features = KINDS[kind].features(embeddings)
     rows = np.array([features(sample.query) for sample in samples])
     tokens = np.array([sample.tokens for sample in samples])

@@ -48,16 +48,12 @@ _WORSE = 1.05
 
 
 class EndedRequests:
-    """Requests that ended since the last round of learning; may be used from any thread.
-
-    Learning from all alike would let one API key decide what is predicted for the others.
-    """
+    """Requests that ended since the last round of learning; may be used from any thread. Learning
+    from all alike would let one API key decide what is predicted for the others."""
 
     def __init__(self, most: int, fewest: int) -> None:
-        """At most ``most`` requests wait; beyond them the key with the most loses its oldest.
-
-        Of one key ``fewest`` are taken in a round whatever the others do.
-        """
+        """At most ``most`` requests wait; beyond them the key with the most loses its oldest. Of
+        one key ``fewest`` are taken in a round whatever the others do."""
         self._most = most
         self._fewest = fewest
         self._waiting: dict[str, deque[EndedRequest]] = {}
@@ -73,11 +69,8 @@ class EndedRequests:
                 max(self._waiting.values(), key=len).popleft()
 
     def take(self) -> list[EndedRequest]:
-        """The requests of a round, after which none wait.
-
-        A key that has more than all others together gives its latest as many. As long as one key
-        alone has asked, it gives all.
-        """
+        """The requests of a round, after which none wait. A key that has more than all others
+        together gives its latest as many. As long as one key alone has asked, it gives all."""
         with self._lock:
             waiting, self._waiting = self._waiting, {}
             alone = len(self._keys) < 2
@@ -92,11 +85,9 @@ class EndedRequests:
 
 @dataclass(frozen=True, slots=True)
 class ObservedLength:
-    """The real length of an answer beside its prediction.
-
-    ``predicted`` is infinite where nothing was predicted. ``text`` is the digest of the request's
-    normalised text; equal texts are all held out, or none.
-    """
+    """The real length of an answer beside its prediction. ``predicted`` is infinite where nothing
+    was predicted. ``text`` is the digest of the request's normalised text; equal texts are all held
+    out, or none."""
 
     features: Floats
     predicted: float
@@ -187,11 +178,9 @@ _WAITING = 2000
 
 
 class Learner:
-    """Predictor that serves the best version of its folder, and learns new ones.
-
-    Any number of processes predict, one at a time learns. ``predict`` and ``observe`` may be called
-    from any thread.
-    """
+    """Predictor that serves the best version of its folder, and learns new ones. Any number of
+    processes predict, one at a time learns. ``predict`` and ``observe`` may be called from any
+    thread."""
 
     def __init__(
         self,
@@ -230,20 +219,16 @@ class Learner:
     def observe(
         self, query: LengthQuery, prediction: Prediction | None, tokens: int, key: str = ""
     ) -> None:
-        """Record that the answer had ``tokens`` tokens. Returns at once.
-
-        Only for answers that the model ended: one that ``max_tokens`` or its client cut off does
-        not have the length that it would have had. ``key`` names the API key that asked, if any:
-        none decides alone what is learnt for all.
-        """
+        """Record that the answer had ``tokens`` tokens. Returns at once. Only for answers that the
+        model ended: one that ``max_tokens`` or its client cut off does not have the length that it
+        would have had. ``key`` names the API key that asked, if any: none decides alone what is
+        learnt for all."""
         predicted = math.inf if prediction is None else prediction.tokens
         self._ended.add(key, (query, predicted, tokens))
 
     def start(self) -> bool:
         """Start a thread that learns every 3 minutes until :meth:`close`; returns whether it does.
-
-        If another process learns already, it takes over what that has learnt.
-        """
+        If another process learns already, it takes over what that has learnt."""
         work = self.learn
         try:
             self._lock.acquire(timeout=0)
@@ -254,11 +239,8 @@ class Learner:
         return work == self.learn
 
     def take_over(self) -> None:
-        """Serve the version that is current on disk.
-
-        Raises:
-            ConfigError: it cannot be read, or was trained with other embeddings.
-        """
+        """Serve the version that is current on disk. Raises ConfigError if it cannot be read, or
+        was trained with other embeddings."""
         self._lessons.next_period(self._clock())
         number = self._versions.current_number()
         if number is not None and number != self.version:
@@ -270,11 +252,8 @@ class Learner:
         self._lock.release()
 
     def learn(self) -> None:
-        """Carry out one period of learning, if it is due. Training blocks for seconds.
-
-        Raises:
-            LoomserveError: a version could not be trained or written; the current one serves on.
-        """
+        """Carry out one period of learning, if it is due. Training blocks for seconds. Raises
+        LoomserveError if a version could not be trained or written; the current one serves on."""
         if not self._lessons.next_period(self._clock()):
             return
         self._take_observed()

@@ -27,11 +27,8 @@ class TrainingError(LoomserveError):
 
 
 def in_own_process(kind: str, training: TrainingSet) -> Head:
-    """Fit a head to the training set in a child process; blocks for seconds.
-
-    Raises:
-        TrainingError: the process failed, or took longer than ten minutes.
-    """
+    """Fit a head to the training set in a child process; blocks for seconds. Raises TrainingError
+    if the process failed, or took longer than ten minutes."""
     with tempfile.TemporaryDirectory(prefix="loomserve-lengths-") as folder:
         given, made = Path(folder, "training.npz"), Path(folder, "head.npz")
         np.savez(given, allow_pickle=False, **vars(training))

@@ -31,17 +31,13 @@ class Sample:
 
 
 def read(path: Path, count: Callable[[str], int], model: str | None = None) -> list[Sample]:
-    """The samples of a file of JSON lines, plain or gzipped.
-
-    Columns: ``instruction`` (the application's text) and ``input`` (the user's), of which one may
-    be missing; ``out_tokens``, a number, or an object with a number for each model, of which
-    ``model`` is taken; ``in_tokens``, by default the tokens that ``count`` finds in both texts;
-    ``task``, by default the file's name. Lists ``instructions`` and ``out_tokens`` of equal length
-    are several requests on one ``input``. Other columns are ignored.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line lacks a column.
-    """
+    """The samples of a file of JSON lines, plain or gzipped. Columns: ``instruction`` (the
+    application's text) and ``input`` (the user's), of which one may be missing; ``out_tokens``, a
+    number, or an object with a number for each model, of which ``model`` is taken; ``in_tokens``,
+    by default the tokens that ``count`` finds in both texts; ``task``, by default the file's name.
+    Lists ``instructions`` and ``out_tokens`` of equal length are several requests on one ``input``.
+    Other columns are ignored. Raises ConfigError if the file cannot be read, or a line lacks a
+    column."""
     opened = gzip.open if path.suffix == ".gz" else open
     name = path.name.removesuffix(".gz").removesuffix(".jsonl")
     samples: list[Sample] = []
@@ -121,10 +117,8 @@ def normalised(text: str) -> str:
 
 def groups(queries: Sequence[LengthQuery]) -> list[str]:
     """For each query, the name of its group of near-duplicates, a digest of the group's first text.
-
     Queries that share an instruction are compared by their inputs only. Groups are closed: a text
-    that is alike to one of a group belongs to it.
-    """
+    that is alike to one of a group belongs to it."""
     shared = Counter(query.instruction for query in queries)
     texts = [
         normalised(

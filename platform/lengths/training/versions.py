@@ -46,10 +46,8 @@ class Version:
 
 
 class PredictorVersions:
-    """Folder of a predictor's versions, which one process at a time may write.
-
-    Each change is one rename: a reader, or a crash, sees the state before or after it.
-    """
+    """Folder of a predictor's versions, which one process at a time may write. Each change is one
+    rename: a reader, or a crash, sees the state before or after it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,11 +73,8 @@ class PredictorVersions:
         return None if number is None else self.read(number)
 
     def roll_back(self, version: Version) -> Version:
-        """Make the parent current again; ``version`` stays on disk until it is old.
-
-        Raises:
-            ConfigError: there is no parent, or it cannot be read.
-        """
+        """Make the parent current again; ``version`` stays on disk until it is old. Raises
+        ConfigError if there is no parent, or it cannot be read."""
         if version.parent is None:
             raise ConfigError(f"{self._path(version.number)} is the first version; train again")
         parent = self.read(version.parent)
@@ -87,11 +82,8 @@ class PredictorVersions:
         return parent
 
     def read(self, number: int) -> Version:
-        """Read a version.
-
-        Raises:
-            ConfigError: it is missing, damaged, or of another release of the platform.
-        """
+        """Read a version. Raises ConfigError if it is missing, damaged, or of another release of
+        the platform."""
         path = self._path(number)
         try:
             with np.load(path, allow_pickle=False) as file:
@@ -104,11 +96,8 @@ class PredictorVersions:
             ) from None
 
     def current_number(self) -> int | None:
-        """The number of the current version, of which nothing is read.
-
-        Raises:
-            ConfigError: the file that names it is damaged.
-        """
+        """The number of the current version, of which nothing is read. Raises ConfigError if the
+        file that names it is damaged."""
         path = self.folder / _POINTER
         try:
             return int(path.read_text(encoding="ascii"))
