@@ -24,7 +24,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_EVERYWHERE = _names("model stream temperature top_p top_k cache_salt vllm_xargs")
+_EVERYWHERE = _names("model stream temperature top_p top_k cache_salt vllm_xargs watermarking")
 # Of chat and completions.
 _SAMPLED = _names("""
     n max_tokens min_tokens seed stop stop_token_ids include_stop_str_in_output ignore_eos
@@ -47,7 +47,6 @@ PASSED_ON: Mapping[str, frozenset[str]] = {
     | _names("""
         messages tools tool_choice parallel_tool_calls max_completion_tokens top_logprobs
         reasoning_effort include_reasoning documents return_prompt_text
-        return_assistant_tokens_mask
         """),
     COMPLETIONS: _EVERYWHERE | _SAMPLED | {"prompt", "prompt_embeds", "suffix"},
     RESPONSES: _EVERYWHERE
@@ -57,6 +56,7 @@ PASSED_ON: Mapping[str, frozenset[str]] = {
         skip_special_tokens include_stop_str_in_output presence_penalty frequency_penalty
         repetition_penalty structured_outputs chat_template_kwargs media_io_kwargs
         mm_processor_kwargs enable_response_messages priority
+        min_p stop_token_ids
         """),
     MESSAGES: _EVERYWHERE
     | _names("""
@@ -89,7 +89,7 @@ _BOOLEANS = _names("""
     stream echo use_beam_search include_reasoning parallel_tool_calls ignore_eos
     include_stop_str_in_output skip_special_tokens spaces_between_special_tokens
     add_special_tokens add_generation_prompt continue_final_message return_tokens_as_token_ids
-    return_token_ids return_token_offsets return_prompt_text return_assistant_tokens_mask
+    return_token_ids return_token_offsets return_prompt_text watermarking
     enable_response_messages use_activation
     """)
 INTEGERS: Mapping[str, frozenset[str]] = {

@@ -98,7 +98,7 @@ _INSTEAD = {
     f"{_TEMPLATE}; reasoning_effort is here": "think",
     "chat_template is vLLM's, where the operator trusts clients with it": "template",
     "/v1/completions takes a prompt as it is": "raw",
-    "send them as image_url in a message's content": "images",
+    "send them as image_url in a message's content": "images mm_payload return_mm_kwargs",
     "the model has its context; truncate_prompt_tokens cuts prompts": "num_ctx",
     "the bound of an answer is max_tokens (/v1/responses: max_output_tokens)": (
         "num_predict n_predict max_new_tokens max_length"

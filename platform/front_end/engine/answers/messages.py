@@ -40,9 +40,10 @@ class Messages(AnthropicServingMessages):  # type: ignore[misc]
         anthropic_request: AnthropicMessagesRequest | AnthropicCountTokensRequest,
         *,
         merge_inline_system: bool = False,
+        **options: Any,
     ) -> ChatCompletionRequest:
         request = super().to_chat_completion_request(
-            anthropic_request, merge_inline_system=merge_inline_system
+            anthropic_request, merge_inline_system=merge_inline_system, **options
         )
         last: Any = request.messages[-1] if request.messages else {}
         if last.get("role") != _ASSISTANT or last.get("tool_calls"):

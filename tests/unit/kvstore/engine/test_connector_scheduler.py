@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.request import RequestStatus
 
 from loomserve.kvstore.engine.connector_scheduler import StoreConnectorScheduler, TransferAll
@@ -105,6 +106,10 @@ def asked(tokens: int = 10, **given: Any) -> Any:
     return Asked("r", tokens, tokens, **given)
 
 
+def block_state(tables: dict[str, list[int]]) -> KVConnectorBlockState:
+    return KVConnectorBlockState(set(tables), lambda name: (tables[name],), {})
+
+
 def step(
     half: StoreConnectorScheduler,
     request: Any,
@@ -119,7 +124,7 @@ def step(
         num_scheduled_tokens={request.request_id: tokens - found},
         scheduled_new_reqs=[SimpleNamespace(req_id=request.request_id, num_computed_tokens=found)],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-        kv_connector_block_state=SimpleNamespace(block_ids={request.request_id: (list(table),)}),
+        kv_connector_block_state=block_state({request.request_id: list(table)}),
     )
     return half.step(cast("Any", scheduled), now)
 
@@ -321,8 +326,8 @@ def unfilled(half: StoreConnectorScheduler, tokens: Sequence[int], now: float) -
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=list(requests), num_computed_tokens=[count - 1 for count in tokens]
         ),
-        kv_connector_block_state=SimpleNamespace(
-            block_ids={name: ([10 * at, 10 * at + 1],) for at, name in enumerate(requests, 1)}
+        kv_connector_block_state=block_state(
+            {name: [10 * at, 10 * at + 1] for at, name in enumerate(requests, 1)}
         ),
     )
     saves = half.step(cast("Any", scheduled), now).saves

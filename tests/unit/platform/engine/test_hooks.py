@@ -115,6 +115,21 @@ def imports(path: Path) -> dict[str, tuple[str, str]]:
     }
 
 
+def test_all_that_the_product_imports_is_installed() -> None:
+    gone = []
+    for file in (file for folder in CODE for file in (ROOT / folder).rglob("*.py")):
+        for module, name in imports(file).values():
+            if module.partition(".")[0] != "vllm":
+                continue
+            try:
+                there = Source(module, hooks.module_tree(module)).has(name)
+                if not there and module != "vllm":  # whose names are looked up late
+                    hooks.module_path(f"{module}.{name}")
+            except hooks.SourceError as error:
+                gone.append(f"{file.relative_to(ROOT)}: {error}")
+    assert gone == []
+
+
 def bases(path: Path, node: ast.ClassDef) -> Iterator[Source | tuple[Path, ast.ClassDef]]:
     """Classes that it inherits from: vLLM's and Ray's, and our own with all of theirs."""
     here = {each.name: each for each in parsed(path).body if isinstance(each, ast.ClassDef)}
