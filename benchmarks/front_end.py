@@ -188,6 +188,9 @@ async def serve_bare(given: dict[str, Any]) -> None:
     """Like :func:`serve`, without the gateway's part."""
     import uvicorn
     from prometheus_client import CollectorRegistry
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.v1.engine.output_processor import OutputProcessor
 
     from loomserve.platform.front_end.engine.serving import ModelServing
     from loomserve.platform.front_end.metrics import ContinuationMetrics
@@ -202,6 +205,9 @@ async def serve_bare(given: dict[str, Any]) -> None:
     await serving.start()
     serving.client.set_replicas({"r1": EngineAddress(*given["engine"])})
     app = await serving.server()
+    app.state.openai_serving_chat.__class__ = OpenAIServingChat
+    app.state.openai_serving_completion.__class__ = OpenAIServingCompletion
+    serving.llm.output_processor.__class__ = OutputProcessor
     sock = listen("127.0.0.1", 0)
     config = uvicorn.Config(app, http="httptools", log_level="warning", access_log=False)
     server = uvicorn.Server(config)

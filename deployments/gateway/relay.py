@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.platform.base.errors import RequestError
 from loomserve.platform.front_end.routing import routing_context
-from loomserve.platform.http.asgi import ClientGoneError, disconnected, own_post
+from loomserve.platform.http.asgi import ON_LEFT, ClientGoneError, disconnected, own_post
 from loomserve.platform.http.engine_errors import (
     MOST_ERROR_BYTES,
     MOST_WORDS,
@@ -88,7 +88,8 @@ async def _run(
 ) -> None:
     """Run the application until it is done, the client is gone, or this is cancelled."""
     body = _Body(context.request.content.pieces())
-    work = asyncio.ensure_future(app(_scope(context), body.receive, passed.send))
+    scope = _scope(context)
+    work = asyncio.ensure_future(app(scope, body.receive, passed.send))
     gone = asyncio.ensure_future(disconnected(receive))
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -101,6 +102,8 @@ async def _run(
             # vLLM has tasks of its own for a request, which its cancellation would not reach.
             passed.muted = True
             body.left.set()
+            for leave in scope[ON_LEFT]:
+                leave()
             await asyncio.wait((work,), timeout=_ABORT_TIMEOUT_S)
             work.cancel()
 
@@ -273,10 +276,11 @@ class _RelayedAnswer:
 
 def _scope(context: AnswerContext) -> Scope:
     content, trace = context.request.content, context.request.trace
-    return own_post(
+    scope = own_post(
         content.engine_path,
         content.content_type,
         (b"content-length", str(content.size).encode()),
         (b"x-request-id", context.request.request_id.encode()),
         *(trace.headers if trace is not None else ()),
     )
+    return {**scope, ON_LEFT: []}

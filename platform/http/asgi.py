@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 R = TypeVar("R")
+ON_LEFT = "loomserve.on_left"
+"""Key of a scope whose application may list there what is called when nobody waits for it."""
 
 
 class DirectPosts:

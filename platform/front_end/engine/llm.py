@@ -17,6 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from loomserve.platform.disaggregation.metrics import HandoffMetrics
+from loomserve.platform.front_end.engine.answers.late_logprobs import with_prompt_logprobs
 from loomserve.platform.front_end.engine.answers.texts import AnswerTexts
 from loomserve.platform.front_end.engine.grammar_checks import GrammarChecks, compiled
 from loomserve.platform.front_end.engine.replica import ConnectedReplica
@@ -111,6 +112,8 @@ class FrontEndLLM(AsyncLLM):  # type: ignore[misc]
     ) -> AsyncGenerator[RequestOutput, None]:
         outputs = super().generate(prompt, sampling_params, *args, **kwargs)
         # One layer more would cost each token of all other requests.
+        if sampling_params.prompt_logprobs is not None:
+            outputs = with_prompt_logprobs(outputs)
         return outputs if sampling_params.structured_outputs is None else compiled(outputs)
 
     @property

@@ -38,6 +38,7 @@ from loomserve.platform.base import heap
 from loomserve.platform.base.errors import ConfigError, Unavailable
 from loomserve.platform.engine.options.engine_config import look_at_class, structured
 from loomserve.platform.engine.options.known import in_fields
+from loomserve.platform.front_end.engine.answers.endpoints import answer_directly
 from loomserve.platform.front_end.engine.answers.inputs import check_inputs
 from loomserve.platform.front_end.engine.answers.messages import use_messages
 from loomserve.platform.front_end.engine.answers.tool_calls import correct_tool_calls
@@ -82,6 +83,7 @@ async def server_app(llm: FrontEndLLM, args: Any, tasks: tuple[Any, ...]) -> Any
     await init_app_state(llm, app.state, args, tasks)
     check_inputs(app.state)
     correct_tool_calls(app.state)
+    answer_directly(app)
     # vLLM would end its own server by it when its only engine has failed.
     app.state.server = SimpleNamespace()
     return app

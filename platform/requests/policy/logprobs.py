@@ -1,7 +1,7 @@
 """How many log probabilities one request may ask for.
 
 vLLM makes objects and JSON of each, 5 to 10 µs on a quiet machine and 28 µs on a busy one, on the
-event loop of all streams: token by token in a stream, all at once otherwise.
+event loop of all streams: token by token in a stream, otherwise at once, or in slices.
 """
 
 from __future__ import annotations

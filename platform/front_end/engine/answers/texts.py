@@ -6,13 +6,14 @@ answer, and keep back whole characters of an answer that ends in the midst of on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
 from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.detokenizer_utils import _convert_tokens_to_string_with_added_encoders
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.detokenizer import (
     BaseIncrementalDetokenizer,
     FastIncrementalDetokenizer,
@@ -20,9 +21,11 @@ from vllm.v1.engine.detokenizer import (
     check_stop_strings,
 )
 from vllm.v1.engine.logprobs import LogprobsProcessor
-from vllm.v1.engine.output_processor import OutputProcessor, RequestState
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
+from vllm.v1.metrics.stats import IterationStats
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
+from loomserve.platform.front_end.engine.answers.deltas import DeltaState
 from loomserve.platform.front_end.policy.prompt_end import UNFINISHED, Decode, PromptEnd, prompt_end
 
 # Enough of an answer's end to show whether its last character is whole.
@@ -40,7 +43,33 @@ class AnswerTexts(OutputProcessor):  # type: ignore[misc]
         is_new = request.request_id not in self.request_states
         super().add_request(request, prompt, *args, **kwargs)
         if is_new and request.prompt_token_ids:
-            self._keep_apart(self.request_states[request.request_id], request)
+            state = self.request_states[request.request_id]
+            self._keep_apart(state, request)
+            DeltaState.take_over(state)
+
+    def process_outputs(
+        self,
+        engine_core_outputs: list[EngineCoreOutput],
+        engine_core_timestamp: float | None = None,
+        iteration_stats: IterationStats | None = None,
+        weight_version: str | None = None,
+    ) -> OutputProcessorOutput:
+        when = engine_core_timestamp, iteration_stats
+        others = [
+            each for each in engine_core_outputs if not self._takes(each, weight_version, *when)
+        ]
+        return super().process_outputs(others, *when, weight_version)
+
+    def _takes(self, output: EngineCoreOutput, weights: str | None, *when: Any) -> bool:
+        """Take an output that says only that there is more text; False: it says more."""
+        state = self.request_states.get(output.request_id)
+        if type(state) is not DeltaState or not state.takes(output):
+            return False
+        self._update_stats_from_output(state, output, *when)
+        if weights is not None:
+            state.track_weight_version(weights)
+        state.take(output.new_token_ids)
+        return True
 
     def _keep_apart(self, state: RequestState, request: EngineCoreRequest) -> None:
         kinds = {FastIncrementalDetokenizer: FastAnswer, SlowIncrementalDetokenizer: SlowAnswer}
@@ -173,6 +202,27 @@ def _strings(tokenizer: TokenizerLike, tokens: Sequence[int], skip_special: bool
     return ["" if each is None else each for each in found]
 
 
+class LatePromptLogprobs(list[Any]):
+    """A prompt's log probabilities, as far as they have been formed of what an engine sent."""
+
+    def __init__(
+        self, formed: list[Any], form: Callable[[LogprobsTensors, LatePromptLogprobs], None]
+    ) -> None:
+        super().__init__(formed)
+        self.tensors: list[LogprobsTensors] = []
+        self._form = form
+
+    async def form(self, at_once: int) -> None:
+        """Form the rest, between whose slices the event loop turns."""
+        tensors, self.tensors = self.tensors, []
+        for given in tensors:
+            tokens, width = given[0].shape
+            for at in range(0, tokens, step := max(1, at_once // width)):
+                rows = slice(at, at + step)
+                self._form(given._make((*(each[rows] for each in given[:3]), *given[3:])), self)
+                await asyncio.sleep(0)
+
+
 class AnswerLogprobs(LogprobsProcessor):  # type: ignore[misc]
     """Log probabilities whose tokens' texts make up the answer's text."""
 
@@ -185,6 +235,20 @@ class AnswerLogprobs(LogprobsProcessor):  # type: ignore[misc]
 
     def begin_after(self, end: PromptEnd, decode: Decode) -> None:
         self._before, self._decode, self._since = end, decode, []
+        if type(self.prompt_logprobs) is list:
+            self.prompt_logprobs = LatePromptLogprobs(self.prompt_logprobs, self._form)
+
+    def _update_prompt_logprobs(self, prompt_logprobs_tensors: LogprobsTensors) -> None:
+        if isinstance(self.prompt_logprobs, LatePromptLogprobs):
+            self.prompt_logprobs.tensors.append(prompt_logprobs_tensors)
+        else:
+            super()._update_prompt_logprobs(prompt_logprobs_tensors)
+
+    def _form(self, given: LogprobsTensors, into: LatePromptLogprobs) -> None:
+        # vLLM may have begun others since.
+        kept, self.prompt_logprobs = self.prompt_logprobs, into
+        super()._update_prompt_logprobs(given)
+        self.prompt_logprobs = kept
 
     def _update_sample_logprobs(self, logprobs_lists: LogprobsLists) -> None:
         self._of_answer = True

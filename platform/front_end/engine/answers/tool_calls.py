@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import msgspec
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionLogProbs
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.renderers.chat_utils import make_tool_call_id
 
+from loomserve.platform.front_end.engine.answers.late_logprobs import Parts, late_logprobs, slices
 from loomserve.platform.front_end.engine.answers.messages import Messages
+from loomserve.platform.front_end.engine.answers.plain_chunks import (
+    Completions,
+    plain_chunks,
+    writes_text_alone,
+)
 from loomserve.platform.front_end.policy.finish_reasons import End, finish_reason, is_whole
 
 NO_PARSER = (
@@ -52,14 +59,32 @@ class _Chat(OpenAIServingChat):  # type: ignore[misc]
         self, request: Any, result_generator: AsyncIterator[Any], *args: Any, **kwargs: Any
     ) -> AsyncGenerator[str, None]:
         of = super().chat_completion_stream_generator
+
+        def stream(results: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
+            chunks: AsyncGenerator[str, None] = of(request, results, *args, **kwargs)
+            return chunks
+
         if not request.tools:
-            plain: AsyncGenerator[str, None] = of(request, result_generator, *args, **kwargs)
-            return plain
+            if self.enable_log_outputs or not writes_text_alone(request, self.parser_cls):
+                return stream(result_generator)
+            return plain_chunks(stream, result_generator, empty=self.parser_cls is None)
         read = partial(self._read_whole, request, args[_TOKENIZER], kwargs)
         corrected = _CorrectedStream(
             request, read, whole=_tool_parser(self.parser_cls) in _WHOLE_ONLY
         )
-        return corrected.chunks(of(request, corrected.noted(result_generator), *args, **kwargs))
+        return corrected.chunks(stream(corrected.noted(result_generator)))
+
+    def _create_chat_logprobs(
+        self, token_ids: Sequence[int], top_logprobs: Sequence[Any], **options: Any
+    ) -> ChatCompletionLogProbs:
+        form = partial(super()._create_chat_logprobs, **options)
+
+        def parts(given: Sequence[Any]) -> Parts:
+            return (form(token_ids[some], given[some]).model_dump() for some in slices(given))
+
+        if (late := late_logprobs.get()) is not None and late.leave(top_logprobs, parts):
+            return ChatCompletionLogProbs()
+        return form(token_ids, top_logprobs)
 
     def _read_whole(self, request: Any, tokenizer: Any, kwargs: Any, text: str) -> Read:
         template = {"chat_template_kwargs": kwargs.get("chat_template_kwargs")}
@@ -177,6 +202,7 @@ async def _told_ends(contexts: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 _CLASSES: dict[str, Callable[..., Any]] = {
     "openai_serving_chat": _Chat,
+    "openai_serving_completion": Completions,
     "openai_serving_responses": _Responses,
     "anthropic_serving_messages": _Messages,
 }

@@ -48,8 +48,8 @@ class Server:
             "m", {"model": str(folder), "max_model_len": MAX_MODEL_LEN, **options}
         )
         metrics = ContinuationMetrics(CollectorRegistry()).of("m")
-        client = ReplicaSetClient("m", lambda _: None, metrics)
-        llm = FrontEndLLM(config, client)
+        self.client = client = ReplicaSetClient("m", lambda _: None, metrics)
+        self.llm = llm = FrontEndLLM(config, client)
 
         async def taken(*_: Any) -> None:
             raise GracefulHTTPError("an engine would get it", HTTPStatus(TAKEN))
@@ -84,7 +84,7 @@ class Server:
             return error.status, json.dumps(error.body()).encode()
         return self.loop.run_until_complete(self._ask(request.engine_path, request.encoded))
 
-    async def _ask(self, path: str, body: bytes) -> tuple[int, bytes]:
+    async def _ask(self, path: str, body: bytes, **scoped: Any) -> tuple[int, bytes]:
         received = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Any:
@@ -98,7 +98,7 @@ class Server:
             "root_path": "", "query_string": b"", "scheme": "http", "http_version": "1.1",
             "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 0), "state": {},
             "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")],
+            "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")], **scoped,
         }  # fmt: skip
         try:
             await self._app(scope, receive, answer.send)
