@@ -47,17 +47,13 @@ class RemoteHeads(RemoteShard):
     """The last KV heads of every layer, as many as the borrower's ring has."""
 
     def __init__(self, kv: LocalKv, borrower: Borrower, patience_s: float) -> None:
-        super().__init__(kv, borrower, patience_s)
-        every, remote = kv.geometry, borrower.ring.geometry
-        self.kept = geometry_of_heads(every, every.kv_heads - remote.kv_heads)
+        every, heads = kv.geometry, borrower.ring.geometry.kv_heads
+        super().__init__(kv, borrower, patience_s, room_without_heads(kv, heads))
+        self.kept = geometry_of_heads(every, every.kv_heads - heads)
         """The attention that stays."""
-        self._blocks = room_without_heads(kv, remote.kv_heads)
-        frees = self._blocks > self._whole_blocks
+        frees = self.blocks > self._whole_blocks
         self._held = list(range(len(kv.caches))) if frees else []
         self._freed: list[int] = []
-
-    def _room(self) -> int:
-        return self._blocks
 
     def hand_over(self) -> None:
         for layer in range(len(self._whole)):

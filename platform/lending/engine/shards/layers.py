@@ -100,16 +100,13 @@ class RemoteLayers(RemoteShard):
         modules: nn.ModuleList,
         weights: LayerWeights,
     ) -> None:
-        super().__init__(kv, borrower, patience_s)
+        blocks = room_without(layers, len(kv.caches[0]), kv.geometry, weights)
+        super().__init__(kv, borrower, patience_s, blocks)
         self._modules = modules
         self._layers = layers
-        self._blocks = room_without(layers, len(kv.caches[0]), kv.geometry, weights)
         self._weights = weights
         self._own = list(modules)
         self._kept = list(layers)
-
-    def _room(self) -> int:
-        return self._blocks
 
     def hand_over(self) -> None:
         for layer in self._layers:

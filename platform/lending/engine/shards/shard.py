@@ -41,24 +41,18 @@ class RemoteShard(ABC):
     borrower's ring has the shard's geometry, and the lender has a block of it for each block here,
     under the same number."""
 
-    def __init__(self, kv: LocalKv, borrower: Borrower, patience_s: float) -> None:
+    def __init__(self, kv: LocalKv, borrower: Borrower, patience_s: float, room: int) -> None:
+        """``room``: blocks that fit into the memory here while the shard is away."""
         self.borrower = borrower
+        self.blocks = min(room, kv.numbers)
+        """Blocks that there are here while it is away."""
         self._attention = kv.attention
         self._kv_caches = kv.caches
         self._geometry = kv.geometry
         self._whole = list(kv.caches)
         self._memory = kv.memory
-        self._numbers = kv.numbers
         self._patience_s = patience_s
         self._whole_blocks = len(kv.caches[0])
-
-    @property
-    def blocks(self) -> int:
-        """Blocks that fit here while the shard is away."""
-        return min(self._room(), self._numbers)
-
-    @abstractmethod
-    def _room(self) -> int: ...
 
     def send(self, blocks: Sequence[int]) -> bool:
         """Copy the shard's share of these blocks to the lender; False if its ring has closed."""
