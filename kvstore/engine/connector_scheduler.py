@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.request import RequestStatus
@@ -165,7 +166,7 @@ class StoreConnectorScheduler:
     def step(self, scheduled: SchedulerOutput, now: float) -> StepTransfers:
         self.swapped.renew_leases(now)
         self._pace.begin(now, scheduled.total_num_scheduled_tokens)
-        early = self.policy.early_blocks(scheduled.total_num_scheduled_tokens)
+        early = partial(self.policy.early_blocks, scheduled.total_num_scheduled_tokens)
         saves = list(self._saves.saves(scheduled, early, self.policy.in_own_memory, now))
         loads, self._loads = self._loads, []
         fetches, self._fetches = self._fetches, {}

@@ -48,6 +48,12 @@ def tail_end(tokens: int, block_size: int) -> int:
     return tokens // part * part
 
 
+def next_tail(saved: int, block_size: int) -> int:
+    """The least number of tokens whose :func:`tail_end` is beyond ``saved``."""
+    part = max(1, block_size // _PARTS_OF_A_BLOCK)
+    return tail_end(saved, block_size) + part
+
+
 def chain_of(request: Request, blocks: int) -> bytes:
     """Keys of the request's first ``blocks`` full blocks."""
     return b"".join(block_hash[:KEY_BYTES] for block_hash in request.block_hashes[:blocks])

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from loomserve.kvstore.engine.namespaces import Namespaces
 from loomserve.kvstore.engine.pace import StepPace, TailBudget
-from loomserve.kvstore.engine.request_keys import chain_of, hands_over, tail_end, tail_key_of
+from loomserve.kvstore.engine.request_keys import (
+    chain_of,
+    hands_over,
+    next_tail,
+    tail_end,
+    tail_key_of,
+)
+from loomserve.kvstore.engine.save_calendar import SaveCalendar
 from loomserve.kvstore.engine.swap_ledger import HANDOFF_S
 from loomserve.kvstore.engine.transfers.transfer import Save
 from loomserve.kvstore.index.radix import KEY_BYTES
@@ -52,13 +60,20 @@ class SaveTracker:
         self._requests: dict[str, Request] = {}
         self._tables: dict[str, list[int]] = {}
         self._saved: dict[str, _Saved] = {}
+        self._calendar = SaveCalendar()
+        self._due: dict[str, int] = {}
+        """Requests with something to save, and what orders them: the least has most of it."""
+        self._full: set[str] = set()
+        """Of these, those with a full block, or that hand over."""
 
     def add(self, request: Request) -> None:
+        self._forget(request.request_id)
         self._requests[request.request_id] = request
         self._saved.setdefault(request.request_id, _Saved())
 
     def remove(self, request: Request) -> bytes:
         """Forget a request; returns the chain of its unfilled block, if that was saved."""
+        self._forget(request.request_id)
         self._requests.pop(request.request_id, None)
         self._tables.pop(request.request_id, None)
         return self._saved.pop(request.request_id, _Saved()).tail_chain
@@ -72,40 +87,34 @@ class SaveTracker:
         """Note that the full blocks of the request's first ``tokens`` are saved another way."""
         saved = self._saved.setdefault(request.request_id, _Saved())
         saved.blocks = max(tokens // self._block_size, saved.blocks)
+        self._forget(request.request_id)
 
     def saves(
         self,
         scheduled: SchedulerOutput,
-        early: int,
+        early_blocks: Callable[[], int],
         in_own_memory: Callable[[Request], bool],
         now: float,
     ) -> Iterator[dict[int, Save]]:
         """Saves beside this step, by rank.
 
-        ``early`` blocks may be saved of requests that do not hand over. ``in_own_memory``: whether
-        a request's blocks are where they can be copied. ``now`` is when the step begins.
+        ``early_blocks`` says how many may be saved of requests that do not hand over, and is asked
+        if there are any. ``in_own_memory``: whether a request's blocks are where they can be
+        copied. ``now`` is when the step begins.
         """
         self._tables.update(_block_tables(scheduled.kv_connector_block_state))
-        computed = {
-            request_id: before + scheduled.num_scheduled_tokens[request_id]
-            for request_id, before in _computed_tokens(scheduled).items()
-        }
-        # What a request begins with is from the store, or was saved when it was computed.
-        found = {
-            new.req_id: new.num_computed_tokens // self._block_size
-            for new in scheduled.scheduled_new_reqs
-        }
+        for request_id in self._calendar.next_step(scheduled):
+            self._enter(request_id)
         room = self._tails.blocks(now) > 0
-        new = [
-            request_id
-            for request_id, after in computed.items()
-            if request_id in self._requests and self._has_new(request_id, after, room)
-        ]
-        for request_id in sorted(
-            new, key=lambda name: self._saved[name].tokens(self._block_size) - computed[name]
-        ):
-            request, after = self._requests[request_id], computed[request_id]
-            if not in_own_memory(request):
+        if not (self._full or (room and self._due)):
+            return
+        early = early_blocks()
+        for request_id in self._candidates(scheduled, room):
+            if request_id not in self._full and not self._tails.blocks(now):
+                # Its unfilled block comes in a later step.
+                continue
+            request, after = self._requests[request_id], self._calendar.tokens(request_id)
+            if not (self._has_new(request_id, after, room) and in_own_memory(request)):
                 continue
             saved = self._saved[request_id]
             outdated, before = saved.tail_chain[-KEY_BYTES:], saved.blocks
@@ -114,19 +123,60 @@ class SaveTracker:
             else:
                 keys = self._computed(request, after, saved, early, now)
                 early -= max(0, len(keys) // KEY_BYTES - before)
+            self._enter(request_id)
             if not keys:
                 continue
             blocks = self._tables[request_id][: len(keys) // KEY_BYTES]
             if _NULL_BLOCK in blocks:
                 # A sliding window has passed them, and their KV is gone.
                 continue
-            first = min(max(before, found.get(request_id, 0)), len(blocks))
+            # What a request begins with is from the store, or was saved when it was computed.
+            new = scheduled.scheduled_new_reqs
+            found = sum(each.num_computed_tokens for each in new if each.req_id == request_id)
+            first = min(max(before, found // self._block_size), len(blocks))
             recompute_s = self._block_size * self._pace.s_per_token
             keep_s = HANDOFF_S if hands_over(request) else 0.0
             yield {
                 rank: Save(name, keys, blocks, recompute_s, keep_s, outdated, first)
                 for rank, name in enumerate(self._names.of_ranks(request.lora_request))
             }
+
+    def _candidates(self, scheduled: SchedulerOutput, room: bool) -> list[str]:
+        """Requests of this step that may have something to save, first where most is not saved."""
+        asked = self._due if room else self._full
+        new = (each.req_id for each in scheduled.scheduled_new_reqs)
+        in_order = chain(new, scheduled.scheduled_cached_reqs.req_ids)
+        return sorted((each for each in in_order if each in asked), key=self._due.__getitem__)
+
+    def _enter(self, request_id: str) -> None:
+        """Enter a request of the step for when it has more to save; if it has already, as due.
+
+        The newest tokens may not be known yet, so that it stays due for some steps.
+        """
+        self._forget_due(request_id)
+        request, size = self._requests.get(request_id), self._block_size
+        if request is None:
+            return
+        saved, tokens = self._saved[request_id], self._calendar.tokens(request_id)
+        kept = saved.tokens(size)
+        full = (saved.blocks + 1) * size
+        part = max(next_tail(kept, size), request.num_prompt_tokens)
+        if tokens >= full or hands_over(request):
+            self._full.add(request_id)
+        if tokens >= part or request_id in self._full:
+            self._due[request_id] = kept - self._calendar.ahead(request_id)
+        later = [each for each in (full, part) if each > tokens]
+        if later:
+            self._calendar.enter(request_id, min(later))
+
+    def _forget_due(self, request_id: str) -> None:
+        self._full.discard(request_id)
+        self._due.pop(request_id, None)
+
+    def _forget(self, request_id: str) -> None:
+        """Have the request entered again by the next step that it is in."""
+        self._forget_due(request_id)
+        self._calendar.forget(request_id)
 
     def _has_new(self, request_id: str, tokens: int, room: bool) -> bool:
         """Whether anything of what is computed may have to be saved; most steps add nothing."""
@@ -188,10 +238,3 @@ class SaveTracker:
 def _block_tables(state: KVConnectorBlockState) -> Iterator[tuple[str, list[int]]]:
     for request_id in state.req_ids:
         yield request_id, list(state.get_block_ids(request_id)[0])
-
-
-def _computed_tokens(scheduled: SchedulerOutput) -> dict[str, int]:
-    computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-    cached = scheduled.scheduled_cached_reqs
-    computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return computed
