@@ -70,6 +70,7 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         spec = _only_kind(kv_cache_config)
         self._scheduler: StoreConnectorScheduler | None = None
         self._worker: StoreConnectorWorker | None = None
+        self._copies = False
         if role is KVConnectorRole.SCHEDULER:
             names = Namespaces(
                 vllm_config, kv_cache_config.kv_cache_layout, spec, Path(options["digests"])
@@ -143,12 +144,22 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert isinstance(kv_connector_metadata, StepTransfers)
         self.connector_worker.swap_out(kv_connector_metadata.swap_outs)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepTransfers)
+        self._copies = bool(connector_metadata.loads or connector_metadata.saves)
+
+    def has_connector_metadata(self) -> bool:
+        # vLLM asks before each layer's calls, which most steps do without.
+        return self._copies and super().has_connector_metadata()
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         whole = forward_context.cudagraph_runtime_mode is CUDAGraphMode.FULL
         self.connector_worker.start_loads(self._transfers(), one_graph=whole)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        self.connector_worker.before_layer(layer_name, self._transfers().saves)
+        if self._copies:
+            self.connector_worker.before_layer(layer_name, self._transfers().saves)
 
     def save_kv_layer(
         self,
@@ -157,7 +168,8 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        self.connector_worker.after_layer(layer_name)
+        if self._copies:
+            self.connector_worker.after_layer(layer_name)
 
     def wait_for_save(self) -> None:
         # vLLM calls this of a forward pass that raised, too, while the exception passes.

@@ -41,6 +41,7 @@ class StoreConnectorWorker:
         self._failed: set[int] = set()
         self._fetches: dict[str, Future[set[int]]] = {}
         self._reported = Transferred(0, 0.0, 0, 0.0, 0, 0.0)
+        self._reported_of: tuple[object, ...] = ()
         self._computed: set[int] = set()
         self._one_graph = False
         self._closing = ExitStack()
@@ -88,6 +89,8 @@ class StoreConnectorWorker:
                 self._fetches[request_id].result()
 
     def take_fetched(self) -> set[str] | None:
+        if not self._fetches:
+            return None
         ended = {name for name, fetch in self._fetches.items() if fetch.done()}
         for name in ended:
             self._failed |= self._fetches.pop(name).result()
@@ -95,9 +98,13 @@ class StoreConnectorWorker:
 
     def take_transferred(self) -> Transferred | None:
         """Copies since the last call; None if there were none."""
-        out, loaded, fetched = self._saver.copied, self._loader.copied, self._fetcher.copied
+        copies = (self._saver.copied, self._saver.saved, self._loader.copied, self._fetcher.copied)
+        if copies == self._reported_of:
+            return None
+        self._reported_of = copies
+        out, saved, loaded, fetched = copies
         in_bytes, in_s = loaded.size + fetched.size, loaded.busy_s + fetched.busy_s
-        total = Transferred(*out, in_bytes, in_s, *self._saver.saved)
+        total = Transferred(*out, in_bytes, in_s, *saved)
         new, self._reported = total.since(self._reported), total
         return new if new.out_bytes or new.in_bytes or new.out_core_s else None
 
