@@ -125,7 +125,7 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False, self.connector_scheduler.remove(request)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return self._scheduler.policy.stats() if self._scheduler is not None else None
+        return self._scheduler.stats(time.monotonic()) if self._scheduler is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+_STATS_PERIOD_S = 0.5
 
 
 class TransferPolicy(Protocol):
@@ -94,6 +97,7 @@ class StoreConnectorScheduler:
         self._saves = SaveTracker(names, self._pace, self._tails)
         self._loads: list[dict[int, Load]] = []
         self._fetches: dict[str, dict[int, Load]] = {}
+        self._stats_due_at = -math.inf
 
     def add(self, request: Request) -> None:
         self._saves.add(request)
@@ -179,11 +183,21 @@ class StoreConnectorScheduler:
         self._tails.learn(done)
         self.policy.on_transfer(done)
 
+    def stats(self, now: float) -> KVConnectorStats | None:
+        """The policy's, twice a second, and with the end of the last request."""
+        if now < self._stats_due_at:
+            return None
+        self._stats_due_at = now + _STATS_PERIOD_S
+        return self.policy.stats()
+
     def remove(self, request: Request) -> dict[str, Any] | None:
         """Forget a request that is finished or aborted; returns what its answer carries besides."""
         self._lookups.forget(request.request_id)
         self.swapped.end(request.request_id)
         self._forget_tail(request, self._saves.remove(request))
+        if not self._saves.has_requests:
+            # No later step may tell of it.
+            self._stats_due_at = -math.inf
         params: dict[str, Any] = {}
         if self._node and hands_over(request):
             params[HANDED_OVER_BY] = self._node

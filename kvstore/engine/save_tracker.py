@@ -66,6 +66,10 @@ class SaveTracker:
         self._full: set[str] = set()
         """Of these, those with a full block, or that hand over."""
 
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._requests)
+
     def add(self, request: Request) -> None:
         self._forget(request.request_id)
         self._requests[request.request_id] = request

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+from operator import mul
 
 # Share of a step's weight that is kept at the next step: about the last thousand count.
 _KEPT = 0.999
 _LEAST_STEPS = 30
+# The parts are found again after so many.
+_FOUND_AGAIN = 16
 # Ridge penalty for features that have not varied yet: the constant part then gets all of a step.
 _RIDGE = 1e-3
-_PENALISED = np.array((0.0, 1.0, 1.0))
 
 
 class EngineWork:
@@ -35,7 +36,10 @@ class EngineWork:
         self._most_running = most_running
         self.prefill_s = self.attention_s = self.linear_s = 0.0
         self.tokens = 0
-        self._squares, self._products = np.zeros((3, 3)), np.zeros(3)
+        # A row for each feature: its products with all of them, and with the seconds.
+        self._sums = [[0.0] * 4 for _ in range(3)]
+        self._each: list[float] = []
+        """Seconds of one of each feature; empty: not known yet."""
         self._steps = 0
 
     def step(
@@ -50,7 +54,7 @@ class EngineWork:
             kv_usage: Share of KV memory in use.
         """
         self.tokens += generated + computed
-        features = np.array((1.0, generated, kv_usage))
+        features = (1.0, generated, kv_usage)
         decoding, attention, constant = self._predicted(features)
         # A request whose prompt is not done is in the batch without a generated token.
         if generated and not computed and generated >= running:
@@ -70,20 +74,41 @@ class EngineWork:
             return 1.0
         return min(1.0, max(generated / self._most_running, kv_usage))
 
-    def _predicted(self, features: np.ndarray) -> tuple[float, float, float]:
+    def _predicted(self, features: tuple[float, ...]) -> tuple[float, float, float]:
         """Predict the seconds of a step that only decodes, and of them the shares of attention and
         of what is the same for any number of requests."""
-        if self._steps < _LEAST_STEPS:
-            return 0.0, 0.0, 0.0
-        penalty = _RIDGE * np.diag(np.maximum(np.diag(self._squares), 1e-12) * _PENALISED)
-        parts = np.linalg.solve(self._squares + penalty, self._products) * features
-        whole = float(parts.sum())
+        parts = list(map(mul, self._each, features))
+        whole = sum(parts)
         if whole <= 0:
             return 0.0, 0.0, 0.0
-        constant, _, attention = (min(max(float(part) / whole, 0.0), 1.0) for part in parts)
+        constant, _, attention = (min(max(part / whole, 0.0), 1.0) for part in parts)
         return whole, attention, constant
 
-    def _fit(self, features: np.ndarray, seconds: float) -> None:
-        self._squares = _KEPT * self._squares + np.outer(features, features)
-        self._products = _KEPT * self._products + seconds * features
+    def _seconds_each(self) -> list[float]:
+        """Seconds of one of each feature: Gaussian elimination of the normal equations."""
+        rows = [list(row) for row in self._sums]
+        for at in (1, 2):
+            rows[at][at] += _RIDGE * max(rows[at][at], 1e-12)
+        for at, pivot in enumerate(rows):
+            for row in rows[at + 1 :]:
+                share = row[at] / pivot[at]
+                row[at:] = [
+                    value - share * other for value, other in zip(row[at:], pivot[at:], strict=True)
+                ]
+        _, second, third = rows
+        usage = third[3] / third[2]
+        generated = (second[3] - second[2] * usage) / second[1]
+        return [
+            (rows[0][3] - rows[0][1] * generated - rows[0][2] * usage) / rows[0][0],
+            generated,
+            usage,
+        ]
+
+    def _fit(self, features: tuple[float, ...], seconds: float) -> None:
+        for of, row in zip(features, self._sums, strict=True):
+            row[:] = [
+                _KEPT * each + of * x for each, x in zip(row, (*features, seconds), strict=True)
+            ]
         self._steps += 1
+        if self._steps >= _LEAST_STEPS and not (self._each and self._steps % _FOUND_AGAIN):
+            self._each = self._seconds_each()

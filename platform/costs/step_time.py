@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Self
 
 from loomserve.platform.costs.correction import Correction
@@ -47,13 +48,23 @@ TimedStep = tuple[Step, float]
 """A step and the seconds that it took."""
 
 
+# Steps that are learnt from at once, unless a prediction is asked for before there are so many.
+_TOGETHER = 16
+
+
 class StepTimes:
-    """Predictor of an engine's steps, corrected by the steps that it has observed."""
+    """Predictor of an engine's steps, corrected by the steps that it has observed.
+
+    To learn takes longer than to observe: steps are kept until a prediction is asked for, which
+    knows of all, or there are enough of them.
+    """
 
     def __init__(self, model: OnlineModel) -> None:
         self._model = model
         # A model that learns step by step follows its first steps without correction.
         self._correction = Correction(trusted=True)
+        self._new: list[TimedStep] = []
+        self._predicted_s = 0.0
 
     @classmethod
     def unprofiled(cls) -> StepTimes:
@@ -61,23 +72,42 @@ class StepTimes:
         return cls(OnlineModel())
 
     def seconds(self, step: Step) -> float:
+        self._learn()
         return self._correction.factor * self._model.seconds(step)
 
     def prefill_s(self, tokens: int, chunk: int) -> float:
         """Predicted seconds to compute ``tokens`` from nothing, alone, at most ``chunk`` a step."""
+        self._learn()
         return self._correction.factor * self._model.prefill_s(tokens, chunk)
 
-    def observe(self, step: Step, seconds: float) -> float:
-        """Learn from a step that took ``seconds``, above 0; returns the prediction before it."""
-        predicted = self.seconds(step)
-        self._correction.score(predicted, seconds)
-        self._model.learn(step, seconds)
-        self._correction.observe(self._model.seconds(step), seconds)
-        return predicted
+    def observe(self, step: Step, seconds: float) -> None:
+        """Learn from a step that took ``seconds``, above 0."""
+        self._new.append((step, seconds))
+        if len(self._new) >= _TOGETHER:
+            self._learn()
+
+    def _learn(self) -> None:
+        if not self._new:
+            return
+        new, self._new = self._new, []
+        for step, seconds in new:
+            predicted = self._correction.factor * self._model.seconds(step)
+            self._predicted_s += predicted
+            self._correction.score(predicted, seconds)
+        self._model.learn(new)
+        for step, seconds in new:
+            self._correction.observe(self._model.seconds(step), seconds)
+
+    @property
+    def predicted_s(self) -> float:
+        """Sum of what was predicted for all steps so far, each before it was learnt from."""
+        self._learn()
+        return self._predicted_s
 
     @property
     def error(self) -> float:
         """As of :class:`Correction`."""
+        self._learn()
         return self._correction.error
 
 
@@ -124,38 +154,43 @@ class OnlineModel:
 
     def seconds(self, step: Step) -> float:
         """Predicted seconds, above 0."""
-        return self._sum(1, step.tokens, step.requests, step.context, step.attention)
+        return float(sum(map(mul, self._shares, _features(step))))
 
     def prefill_s(self, tokens: int, chunk: int) -> float:
         """Predicted seconds of all steps that compute ``tokens`` alone, ``chunk`` at a time."""
         # The model is linear, so the steps' features add up; pairs do not depend on the chunks.
         steps = -(-tokens // chunk)
-        return self._sum(steps, tokens, steps, chunk * steps * (steps - 1) // 2, tokens**2 / 2)
+        features = steps, tokens, steps, chunk * steps * (steps - 1) // 2, tokens**2 / 2
+        return float(sum(map(mul, self._shares, features)))
 
     @classmethod
     def of(cls, samples: Iterable[TimedStep]) -> Self:
         """The model that has learnt from these steps, given in the order of time."""
         model = cls()
-        for step, seconds in samples:
-            model._note(step, seconds)
+        model._note(list(samples))
         model._settle(_PROFILE_SWEEPS)
         return model
 
-    def learn(self, step: Step, seconds: float) -> None:
-        """Learn from a step that took ``seconds``, above 0."""
-        self._note(step, seconds)
+    def learn(self, timed: Sequence[TimedStep]) -> None:
+        """Learn from steps, given in the order of time, and the seconds above 0 that they took."""
+        self._note(timed)
         self._settle(_SWEEPS)
 
-    def _note(self, step: Step, seconds: float) -> None:
-        row = [
-            value / seconds
-            for value in (1, step.tokens, step.requests, step.context, step.attention)
+    def _note(self, timed: Sequence[TimedStep]) -> None:
+        """Add the steps' weighted features to the sums, one feature after the other."""
+        newest = len(timed) - 1
+        roots = [_FORGETTING ** ((newest - at) / 2) for at in range(len(timed))]
+        weights = [root / seconds for root, (_, seconds) in zip(roots, timed, strict=True)]
+        columns = [
+            list(map(mul, weights, column))
+            for column in zip(*(_features(step) for step, _ in timed), strict=True)
         ]
-        for i, value in enumerate(row):
+        kept = _FORGETTING ** len(timed)
+        for i, column in enumerate(columns):
             products = self._products[i]
-            for j, other in enumerate(row):
-                products[j] = _FORGETTING * products[j] + value * other
-            self._targets[i] = _FORGETTING * self._targets[i] + value
+            for j, other in enumerate(columns):
+                products[j] = kept * products[j] + sum(map(mul, column, other))
+            self._targets[i] = kept * self._targets[i] + sum(map(mul, column, roots))
 
     def _settle(self, sweeps: int) -> None:
         for _ in range(sweeps):
@@ -168,11 +203,12 @@ class OnlineModel:
         for i, products in enumerate(self._products):
             if products[i] < _FORGOTTEN:
                 continue
-            off = self._targets[i] - sum(map(float.__mul__, products, shares))
+            off = self._targets[i] - sum(map(mul, products, shares))
             share = max(0.0, shares[i] + off / products[i])
             most = max(most, abs(share - shares[i]) / (shares[i] or 1.0))
             shares[i] = share
         return most
 
-    def _sum(self, *features: float) -> float:
-        return sum(share * value for share, value in zip(self._shares, features, strict=True))
+
+def _features(step: Step) -> tuple[float, ...]:
+    return 1, step.tokens, step.requests, step.context, step.attention

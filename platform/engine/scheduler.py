@@ -113,6 +113,11 @@ class AdaptiveScheduler(WaitingScheduler):
         for hooks in self.hooks:
             may_start &= hooks.before_schedule()
         self.step_began = time.perf_counter()
+        if not (self.waiting or self.admission.restricts):
+            # There is nobody to decide about.
+            self.admission.nothing_started = False
+            self.sort_running()
+            return self._timed(throttle_prefills)
         # As in a step in which vLLM itself preempts: who left would take the room it made.
         with nullcontext() if may_start else self.waiting.only([]):
             return self._schedule(throttle_prefills)
@@ -124,7 +129,10 @@ class AdaptiveScheduler(WaitingScheduler):
         if self._make_way():
             self._put_in_order(now)
         with self._starting(now, begin):
-            scheduled = super().schedule(throttle_prefills)
+            return self._timed(throttle_prefills)
+
+    def _timed(self, throttle_prefills: bool) -> SchedulerOutput:
+        scheduled = super().schedule(throttle_prefills)
         self._resumed.started(scheduled)
         self.swap.note_swap_ins(self.requests, scheduled)
         self._clock.began(scheduled, time.perf_counter())
@@ -151,7 +159,7 @@ class AdaptiveScheduler(WaitingScheduler):
             step, seconds = timed
             totals = self.swap.totals
             totals["step_s"] += seconds
-            totals["step_predicted_s"] += self.costs.step_times.observe(step, seconds)
+            self.costs.step_times.observe(step, seconds)
             self.swap.on_step(seconds)
             self.order.on_step(self.swap.mean_step_s)
             totals["decision_s"] += time.perf_counter() - now

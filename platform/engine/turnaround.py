@@ -8,6 +8,7 @@ no output in its last step. A prompt whose computation takes several steps count
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
@@ -59,9 +60,9 @@ class Turnaround:
         if request is not None:
             request.preemptions += 1
 
-    def answered(self, request_id: str) -> None:
-        """The step had an output for it."""
-        self._answered.add(request_id)
+    def answered(self, request_ids: Iterable[str]) -> None:
+        """The step had outputs for these; it need not be told where nobody waits after it."""
+        self._answered.update(request_ids)
 
     def step(self, waiting: int) -> None:
         """All outputs of a step are in; ``waiting`` requests wait now, as the engine counts."""

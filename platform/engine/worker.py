@@ -53,10 +53,11 @@ class SeedKeepingModelRunner(ResumesRequests, CPUModelRunner):  # type: ignore[m
         for finished in scheduler_output.finished_req_ids:
             self._drawn.pop(finished, None)
         known = scheduler_output.scheduled_cached_reqs
-        for name, tokens in zip(known.req_ids, known.num_output_tokens, strict=True):
-            drawn = self._drawn.get(name)
-            if drawn is not None and drawn.after == tokens:
-                self.requests[name].generator.set_state(drawn.state)
+        if self._drawn:
+            for name, tokens in zip(known.req_ids, known.num_output_tokens, strict=True):
+                drawn = self._drawn.get(name)
+                if drawn is not None and drawn.after == tokens:
+                    self.requests[name].generator.set_state(drawn.state)
         return super()._update_states(scheduler_output)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from loomserve.platform.costs.engine_work import EngineWork
 from loomserve.platform.engine.turnaround import Turnaround
@@ -35,25 +35,14 @@ class _Stay:
     arrived_at: float
     resumed_tokens: int
     """All its tokens as it came, if it has been answered in part elsewhere; else 0."""
+    request: Any
+    """vLLM's, which knows what has been generated."""
+    answered_before: int
+    """Tokens of its answer from elsewhere."""
     scheduled_at: float | None = None
     first_token_at: float | None = None
-    generated: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-
-
-class _StepTokens(NamedTuple):
-    """Tokens of one step.
-
-    Attributes:
-        generated: Generated tokens, first ones included.
-        computed: Tokens of the prompts that the step completed, but for cached ones.
-        first_token_s: The longest that a first token of this step has let wait; 0 for none.
-    """
-
-    generated: int = 0
-    computed: int = 0
-    first_token_s: float = 0.0
 
 
 class CoreMeter:
@@ -69,6 +58,8 @@ class CoreMeter:
         self._work = EngineWork(most_running)
         self._served = _Means()
         self._stays: dict[str, _Stay] = {}
+        self._unanswered: set[str] = set()
+        """Requests without a first token."""
         self._arrived = 0
         self._idle_since: float | None = time.monotonic()
         self._running = self._waiting = 0
@@ -85,8 +76,10 @@ class CoreMeter:
         """One of vLLM's requests has come; what it was answered elsewhere is among its tokens."""
         with self._lock:
             self._turnaround.arrived(request.request_id, now)
-            resumed = request.num_tokens if request.num_output_tokens else 0
-            self._stays[request.request_id] = _Stay(now, resumed)
+            before = request.num_output_tokens
+            resumed = request.num_tokens if before else 0
+            self._stays[request.request_id] = _Stay(now, resumed, request, before)
+            self._unanswered.add(request.request_id)
             self._arrived += 1
             self._idle_since = None
 
@@ -95,18 +88,29 @@ class CoreMeter:
             for request_id in request_ids:
                 self._turnaround.left(request_id)
                 self._stays.pop(request_id, None)
+                self._unanswered.discard(request_id)
             self._note_idle(time.monotonic())
 
     def step(self, outputs: Mapping[int, EngineCoreOutputs], now: float) -> None:
-        """A step's outputs, by client."""
+        """A step's outputs, by client.
+
+        Of most it is enough to sum their tokens up: only first and last ones, and those that tell
+        of events, are looked at.
+        """
         with self._lock:
-            tokens = _StepTokens()
-            for of_one in outputs.values():
-                for output in of_one.outputs:
-                    tokens = self._take(output, tokens, now)
-            for of_one in outputs.values():
-                if of_one.scheduler_stats is not None:
-                    self._ended(of_one.scheduler_stats, tokens, now)
+            each = [output for of_one in outputs.values() for output in of_one.outputs]
+            told = [of.scheduler_stats for of in outputs.values() if of.scheduler_stats is not None]
+            if not told or any(_waiting(stats) for stats in told):
+                self._turnaround.answered([output.request_id for output in each])
+            generated = sum(map(len, [output.new_token_ids for output in each]))
+            computed, first_s = self._note_firsts(each, now) if self._unanswered else (0, 0.0)
+            for output in each:
+                if output.events:
+                    self._note_events(output)
+                if output.finish_reason is not None:
+                    self._finish(output.request_id, output.finish_reason, now)
+            for stats in told:
+                self._ended(stats, generated, computed, first_s, now)
             self._note_idle(now)
 
     def read(self) -> ReplicaLoad:
@@ -142,18 +146,24 @@ class CoreMeter:
         if self._idle_since is None and not self._stays:
             self._idle_since = now
 
-    def _ended(self, stats: SchedulerStats, tokens: _StepTokens, now: float) -> None:
-        self._turnaround.step(stats.num_waiting_reqs + stats.num_skipped_waiting_reqs)
+    def _ended(
+        self, stats: SchedulerStats, generated: int, computed: int, first_s: float, now: float
+    ) -> None:
+        """Take in a step that generated so many tokens and computed so many of prompts.
+
+        ``first_s``: the longest that one of its first tokens has let wait; 0 for none.
+        """
+        self._turnaround.step(_waiting(stats))
         self._running, self._waiting = stats.num_running_reqs, stats.num_waiting_reqs
         self._kv_cache_usage = stats.kv_cache_usage
         last, self._last_step_at = self._last_step_at, now if self._running else None
         # After an idle while, the first answers waited for nothing but this step.
-        took_s = tokens.first_token_s if last is None else now - last
+        took_s = first_s if last is None else now - last
         self._work.step(
             min(took_s, _LONGEST_STEP_S),
             running=self._running,
-            generated=tokens.generated,
-            computed=tokens.computed,
+            generated=generated,
+            computed=computed,
             kv_usage=self._kv_cache_usage,
         )
         if last is not None and 0 < took_s < _LONGEST_STEP_S:
@@ -163,34 +173,31 @@ class CoreMeter:
         if figures is not None:
             self._scheduling = figures
 
-    def _take(self, output: EngineCoreOutput, tokens: _StepTokens, now: float) -> _StepTokens:
-        """Take in one request's output; returns the step's tokens with those."""
-        request_id = output.request_id
-        stay = self._stays.get(request_id)
-        if stay is None:
-            return tokens
-        self._note_events(output, stay)
-        generated, computed, first_s = len(output.new_token_ids), 0, 0.0
-        if stay.first_token_at is None:
-            stay.first_token_at, first_s = now, now - stay.arrived_at
-            computed = stay.resumed_tokens
-            if (prefill := output.prefill_stats) is not None:
-                # Also of one whose prompt was computed elsewhere for this engine.
-                stay.resumed_tokens = 0
-                computed = prefill.num_computed_tokens
-                stay.prompt_tokens = prefill.num_prompt_tokens
-                stay.cached_tokens = prefill.num_cached_tokens
-        stay.generated += generated
-        if output.finish_reason is not None:
-            self._finish(request_id, output.finish_reason, stay, now)
-        return _StepTokens(
-            tokens.generated + generated,
-            tokens.computed + computed,
-            max(tokens.first_token_s, first_s),
-        )
+    def _note_firsts(self, outputs: Iterable[EngineCoreOutput], now: float) -> tuple[int, float]:
+        """Take in first tokens; returns what was computed of their prompts, but for cached tokens,
+        and the longest that one has let wait."""
+        computed, longest_s = 0, 0.0
+        for output in outputs:
+            if output.request_id not in self._unanswered:
+                continue
+            self._unanswered.discard(output.request_id)
+            stay = self._stays[output.request_id]
+            stay.first_token_at = now
+            longest_s = max(longest_s, now - stay.arrived_at)
+            if (prefill := output.prefill_stats) is None:
+                computed += stay.resumed_tokens
+                continue
+            # Also of one whose prompt was computed elsewhere for this engine.
+            stay.resumed_tokens = 0
+            computed += prefill.num_computed_tokens
+            stay.prompt_tokens = prefill.num_prompt_tokens
+            stay.cached_tokens = prefill.num_cached_tokens
+        return computed, longest_s
 
-    def _note_events(self, output: EngineCoreOutput, stay: _Stay) -> None:
-        self._turnaround.answered(output.request_id)
+    def _note_events(self, output: EngineCoreOutput) -> None:
+        stay = self._stays.get(output.request_id)
+        if stay is None:
+            return
         for event in output.events or ():
             if event.type == SCHEDULED_EVENT:
                 self._turnaround.scheduled(output.request_id, event.timestamp)
@@ -199,8 +206,10 @@ class CoreMeter:
             elif event.type == PREEMPTED_EVENT:
                 self._turnaround.preempted(output.request_id)
 
-    def _finish(self, request_id: str, reason: int, stay: _Stay, now: float) -> None:
-        del self._stays[request_id]
+    def _finish(self, request_id: str, reason: int, now: float) -> None:
+        stay = self._stays.pop(request_id, None)
+        if stay is None:
+            return
         if reason in (ABORT_REASON, ERROR_REASON):
             self._turnaround.left(request_id)
             return
@@ -208,14 +217,19 @@ class CoreMeter:
             self._metrics.finished(ended.weighted_turnaround, ended.preemptions)
         # Of a request that went on here, the prefill is not that of a prompt.
         if stay.scheduled_at is not None and stay.first_token_at and not stay.resumed_tokens:
+            generated = stay.request.num_output_tokens - stay.answered_before
             self._served.take(
                 prefill_s=stay.first_token_at - stay.scheduled_at,
                 computed=max(1, stay.prompt_tokens - stay.cached_tokens),
                 decode_s=now - stay.first_token_at,
                 # The first token comes with the prefill.
-                decoded=max(0, stay.generated - 1),
+                decoded=max(0, generated - 1),
                 request_s=now - stay.scheduled_at,
             )
+
+
+def _waiting(stats: SchedulerStats) -> int:
+    return int(stats.num_waiting_reqs + stats.num_skipped_waiting_reqs)
 
 
 class _Means:

@@ -27,12 +27,15 @@ from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
 
 
 def step_of(scheduled: SchedulerOutput) -> Step:
-    cached = scheduled.scheduled_cached_reqs
-    computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-    computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return Step.of(
-        (computed[request], tokens) for request, tokens in scheduled.num_scheduled_tokens.items()
-    )
+    tokens, cached = scheduled.num_scheduled_tokens, scheduled.scheduled_cached_reqs
+    new = {each.req_id: each.num_computed_tokens for each in scheduled.scheduled_new_reqs}
+    total, requests = scheduled.total_num_scheduled_tokens, len(tokens)
+    if total == requests:
+        # One token of each: the sums are those of all alike.
+        context = sum(cached.num_computed_tokens) + sum(new.values())
+        return Step(total, requests, context, context + total / 2)
+    computed = new | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return Step.of((computed[request], count) for request, count in tokens.items())
 
 
 class StepClock:

@@ -45,9 +45,14 @@ class Admission:
 
     @property
     def restricts(self) -> bool:
-        """Whether some requests may not start though a place is free."""
-        options = self._options
-        return self._foresees or options.preemption == "swap" or not options.chunked_recompute
+        """Whether some requests may have to wait, or to sit a step out, though a place is free."""
+        options, engine = self._options, self._engine
+        if not options.chunked_recompute:
+            return True
+        if self._foresees:
+            # With no place for any, vLLM starts none.
+            return bool(engine.waiting) and (self._places > 0 or bool(engine.blocked))
+        return options.preemption == "swap" and bool(engine.waiting)
 
     def chosen(
         self, now: float, made_way: AbstractSet[Request]

@@ -70,7 +70,14 @@ class QueueOrder:
             # They hold predictions made with the old mean.
             self._queued.clear()
 
+    @property
+    def _stays_as_it_is(self) -> bool:
+        """Whether vLLM's own order is kept, of requests that are all alike."""
+        return self._policy.as_they_came and not self._out_of_turn
+
     def sort_running(self, running: list[Request], now: float) -> None:
+        if self._stays_as_it_is:
+            return
         running.sort(key=lambda request: self.rank(request, now))
 
     def sort_waiting(self, waiting: GatedQueue, now: float) -> None:
@@ -79,7 +86,7 @@ class QueueOrder:
         Priorities of the others change slowly, and a long queue is all that there is to decide.
         """
         # vLLM's own order is not found again from a part of it.
-        if self._policy.as_they_came and not self._out_of_turn:
+        if self._stays_as_it_is:
             self._newcomers = 0
             return
         begin = time.perf_counter()

@@ -26,8 +26,8 @@ _HIDING = 0.8
 # A link that was too slow for that is tried again after so long.
 _LOOK_AGAIN_S = 10.0
 _TOTALS = (
-    "swapped_out", "swapped_in", "recomputed", "lost_tokens", "decision_s", "step_s",
-    "step_predicted_s", "out_s", "out_predicted_s", "in_s", "in_predicted_s",
+    "swapped_out", "swapped_in", "recomputed", "lost_tokens", "decision_s", "step_s", "out_s",
+    "out_predicted_s", "in_s", "in_predicted_s",
 )  # fmt: skip
 
 
@@ -175,6 +175,7 @@ class SwapSpace:
         return SchedulingStats.of(
             {
                 **self.totals,
+                "step_predicted_s": self._costs.step_times.predicted_s,
                 "preemption": self._options.preemption,
                 "queue": self._options.queue,
                 "swap_used_bytes": self.used_bytes,

@@ -249,6 +249,25 @@ def test_with_the_store_away_requests_are_computed(
     half.remove(asked())
 
 
+def test_statistics_come_twice_a_second_and_when_the_last_request_has_ended(
+    half: StoreConnectorScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_at: list[float] = []
+    first, last = asked(), replace(asked(), request_id="last")
+    for request in (first, last):
+        half.add(request)
+    monkeypatch.setattr(half.policy, "stats", lambda: asked_at.append(now))
+    for now in (0.0, 0.1, 0.4, 0.6, 0.7):
+        half.stats(now)
+    half.remove(first)
+    for now in (0.8, 1.2):
+        half.stats(now)
+    half.remove(last)
+    now = 1.3
+    half.stats(now)
+    assert asked_at == [0.0, 0.6, 1.2, 1.3]
+
+
 def test_full_blocks_are_saved_once_and_only_as_many_as_the_policy_allows(
     half: StoreConnectorScheduler,
 ) -> None:

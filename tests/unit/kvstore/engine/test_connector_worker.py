@@ -168,3 +168,24 @@ def test_a_graph_that_raises_leaves_nothing(
         of_vllm()
     one.settled(store)
     assert store.found(chain("a", 3)) == (0 if raises else 3)
+
+
+@pytest.mark.parametrize(("copies", "calls"), [({}, []), ({"saves": SAVES}, ["before", "after"])])
+def test_only_a_step_that_loads_or_saves_has_calls_around_its_layers(
+    copies: dict[str, Any], calls: list[str]
+) -> None:
+    connector, called = StoreConnector.__new__(StoreConnector), list[str]()
+    connector._scheduler, connector._worker = (
+        None,
+        SimpleNamespace(
+            before_layer=lambda *_: called.append("before"),
+            after_layer=lambda _: called.append("after"),
+        ),
+    )
+    connector.bind_connector_metadata(StepTransfers(**copies))
+    assert connector.has_connector_metadata() == bool(calls)
+    connector.wait_for_layer_load(NAMES[0])
+    connector.save_kv_layer(NAMES[0], torch.empty(0), None)
+    assert called == calls
+    connector.clear_connector_metadata()
+    assert not connector.has_connector_metadata()

@@ -111,15 +111,48 @@ def test_a_stalled_step_hardly_moves_predictions() -> None:
 def test_a_step_as_predicted_is_learnt_in_one_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     model, step = OnlineModel(), Step.of([(100, 1)] * 8)
     for _ in range(100):
-        model.learn(step, 0.01)
+        model.learn([(step, 0.01)])
     sweeps: list[float] = []
     sweep = model._descend
     monkeypatch.setattr(model, "_descend", lambda: sweeps.append(sweep()) or sweeps[-1])
-    model.learn(step, 0.01)
+    model.learn([(step, 0.01)])
     assert len(sweeps) == 1
     # One that is not takes as many as it needs.
-    model.learn(Step.of([(100, 1)] * 16), 0.05)
+    model.learn([(Step.of([(100, 1)] * 16), 0.05)])
     assert len(sweeps) > 2
+
+
+def test_steps_weigh_the_same_whether_they_are_learnt_together_or_each_alone() -> None:
+    rng = random.Random(5)
+    steps = [(step, seconds_of(step)) for step in (some_step(rng) for _ in range(40))]
+    together, alone = OnlineModel(), OnlineModel()
+    together.learn(steps)
+    for one in steps:
+        alone.learn([one])
+    for sums, others in zip(together._products, alone._products, strict=True):
+        assert sums == pytest.approx(others, rel=1e-9)
+    assert together._targets == pytest.approx(alone._targets, rel=1e-9)
+
+
+def test_a_step_is_learnt_from_later_but_before_anything_is_predicted() -> None:
+    kept, asked = StepTimes.unprofiled(), StepTimes.unprofiled()
+    rng = random.Random(6)
+    learnt: list[int] = []
+    learn = kept._model.learn
+    kept._model.learn = lambda timed: learnt.append(len(timed)) or learn(timed)  # type: ignore
+    for _ in range(320):
+        step = some_step(rng)
+        for times in (kept, asked):
+            times.observe(step, seconds_of(step))
+        assert asked.seconds(step) > 0
+    assert learnt == [16] * 20
+    kept.observe(step, 100.0)
+    before, predicted = kept._correction.factor, kept.prefill_s(1000, 512)
+    assert kept._correction.factor > before
+    assert learnt[-1] == 1
+    asked.observe(step, 100.0)
+    assert predicted == pytest.approx(asked.prefill_s(1000, 512), rel=0.05)
+    assert kept.predicted_s == pytest.approx(asked.predicted_s, rel=0.1)
 
 
 def test_what_never_occurs_is_not_forgotten_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +161,7 @@ def test_what_never_occurs_is_not_forgotten_to_nothing(monkeypatch: pytest.Monke
     model = OnlineModel()
     step = Step.of([(0, 256)])
     for _ in range(10):
-        model.learn(step, 0.25)
+        model.learn([(step, 0.25)])
     assert model.seconds(step) == pytest.approx(0.25, rel=1e-3)
     assert 0.25 < model.seconds(Step.of([(256, 256)])) < 1
 

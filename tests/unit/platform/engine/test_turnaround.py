@@ -78,8 +78,8 @@ def test_the_oldest_waiting_request_is_the_engines_own(data: st.DataObject) -> N
         # A step: some are preempted, some start, all that run have an output, some end with it.
         out, back = some(data, running), some(data, waiting)
         running, waiting = running - out | back, waiting - back | out
+        seen.answered(running)
         for request_id in running:
-            seen.answered(request_id)
             seen.scheduled(request_id, now)
         for request_id in some(data, running):
             running.discard(request_id)
@@ -102,6 +102,6 @@ def test_a_prompt_of_several_steps_counts_only_while_others_wait() -> None:
     seen.arrived("behind it", 5.0)
     seen.step(waiting=1)
     assert seen.oldest_waiting_s(6.0) == 6
-    seen.answered("long prompt")
+    seen.answered(["long prompt"])
     seen.step(waiting=1)
     assert seen.oldest_waiting_s(7.0) == 2

@@ -66,7 +66,9 @@ def outputs(*each: EngineCoreOutput, told: SchedulerStats | None) -> EngineCoreO
 
 def test_a_request_is_measured_from_its_arrival_to_its_end() -> None:
     meter = CoreMeter()
-    meter.arrived(request("a"), 0.0)
+    one = request("a")
+    meter.arrived(one, 0.0)
+    one.append_output_token_ids([5, 5, 5])
     first = EngineCoreOutput("a", [5], events=scheduled(0.5), prefill_stats=PREFILL)
     meter.step({1: outputs(first, told=stats(1))}, 1.0)
     load = meter.read()

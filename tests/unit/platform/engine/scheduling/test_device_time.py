@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from loomserve.platform.engine.scheduling.device_time import DeviceTime, take_device_s
@@ -10,6 +14,63 @@ from loomserve.platform.engine.scheduling.device_time import DeviceTime, take_de
 
 def last(request_id: str, **more: object) -> EngineCoreOutput:
     return EngineCoreOutput(request_id, [1], finish_reason=FinishReason.STOP, **more)
+
+
+class WalkedTime(DeviceTime):
+    """Adds to each request's seconds in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: dict[str, float] = {}
+
+    def step(self, tokens: Mapping[str, int], seconds: float, there: Container[str]) -> None:
+        shares = [(one, count) for one, count in tokens.items() if one in there]
+        total = sum(count for _, count in shares)
+        for one, count in shares:
+            self.seconds[one] = self.seconds.get(one, 0.0) + seconds / total * count
+
+    def ended(self, request_id: str) -> None:
+        seconds = self.seconds.pop(request_id, None)
+        if seconds is not None:
+            self._ended[request_id] = seconds
+
+
+@given(st.data())
+def test_the_running_sum_tells_what_a_walk_adds_up(data: st.DataObject) -> None:
+    summed, walked = DeviceTime(), WalkedTime()
+    there: list[str] = []
+    for number in range(data.draw(st.integers(1, 60))):
+        there += [f"{number}"] * data.draw(st.integers(0, 1))
+        # Some steps leave a request out, and some are of requests that have ended since.
+        out = data.draw(st.sets(st.sampled_from(there), max_size=1)) if there else set()
+        chunks = data.draw(st.booleans())
+        counts = st.integers(1, 500) if chunks else st.just(1)
+        tokens = {one: data.draw(counts) for one in there if one not in out}
+        ends = data.draw(st.sets(st.sampled_from(there), max_size=2)) if there else set()
+        seconds, late = data.draw(st.floats(1e-4, 2.0)), data.draw(st.booleans())
+        if late:
+            there = [one for one in there if one not in ends]
+            told_alike(summed, walked, ends)
+        for time in (summed, walked):
+            time.step(tokens, seconds, set(there))
+        if not late:
+            there = [one for one in there if one not in ends]
+            told_alike(summed, walked, ends)
+    told_alike(summed, walked, set(there))
+    assert {**summed._since, **summed._paused} == walked.seconds == {}
+
+
+def told_alike(summed: DeviceTime, walked: DeviceTime, ends: set[str]) -> None:
+    told = []
+    for time in (summed, walked):
+        outputs = [last(one) for one in sorted(ends)]
+        for one in outputs:
+            time.ended(one.request_id)
+        time.tell([EngineCoreOutputs(outputs=outputs)])
+        told.append([take_device_s(one) for one in outputs])
+    for one, other in zip(*told, strict=True):
+        assert (one is None) == (other is None)
+        assert one == pytest.approx(other, rel=1e-9, abs=1e-9)
 
 
 def test_all_of_a_steps_time_is_divided_by_tokens() -> None:
