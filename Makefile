@@ -44,7 +44,7 @@ format: install ## format the code and sort its imports
 bench-overhead: install ## measure what the platform costs over bare vLLM
 	@$(PYTHON) -m benchmarks.overhead
 
-bench-steps: install ## measure what the scheduler and the KV store add to each step
+bench-steps: install ## measure what the scheduler, the KV store and the meter add to each step
 	@$(PYTHON) -m benchmarks.step_overhead
 
 bench-front-end: install ## measure how many tokens one front end passes on, on a core

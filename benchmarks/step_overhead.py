@@ -1,162 +1,195 @@
-"""How much of each step is the scheduler's and the KV store's, where computing takes little?
+"""How much of each step is the scheduler's, the KV store's and the meter's?
 
-Steps of a Llama of two small layers on one core are mostly Python, as steps of a large model are
-on the host beside a GPU. Arms are vLLM's own engine, one with our worker and scheduler, and that
-with the KV store, which runs in a process of its own on another core if there is one. Each run
-starts a process for each arm in turn; a figure of an arm is the least of its repeats' means over
-steps, as whatever else the machine does only adds to a step. Arms are compared within a run.
+Steps of a Llama of small layers on one core are mostly Python, as steps of a large model are on the
+host beside a GPU. Each arm is one more part of ours on vLLM's own engine, which also stands with
+its own offloading connector, whose worker copies nothing, as vLLM has none for CPUs. Processes of
+all arms are forked from one that has imported vLLM, and take turns; the KV store has a process and
+a core of its own. A figure is the CPU time of a process in the median step that decodes for so many
+requests; those that save blocks weigh in the mean.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import multiprocessing
 import os
 import random
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from argparse import Namespace
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import end, engine_options, offline_engine, save_llama
-from benchmarks.harness import NotMeasuredError, in_turns, parser_of, run, spread
-from loomserve.kvstore.server.opening import start_server
+from benchmarks.engine import (
+    BLOCK_TOKENS,
+    ONE_PROCESS,
+    engine_options,
+    running_store,
+    save_llama,
+)
+from benchmarks.harness import Measured, in_turns, parser_of, run, spread
 from loomserve.kvstore.server.options import StoreOptions
 
-ARMS = ("vllm", "scheduler", "store")
-REQUESTS = (8, 32)
-PROMPT, ANSWER, CONTEXT = 20, 300, 512
-REPEATS = 5
+ARMS = ("vllm", "offloading", "scheduler", "store", "served")
+LAYERS, REQUESTS = (2, 32), (8, 32, 128, 256)
+PROMPT, ANSWER, CONTEXT = 20, 140, 256
 STORE_BYTES = 2**28
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "cpu_bytes_to_use": STORE_BYTES,
+        "spec_name": "UncopiedSpec",
+        "spec_module_path": "benchmarks.uncopied",
+    },
+}
 OURS = engine_options(
     "loomserve.platform.engine.worker.NonSpinningWorker",
     {"preemption": "adaptive", "swap_bytes": STORE_BYTES // 2},
 )
+_core: Any
+_source: random.Random
 
 
-def save_model(folder: Path) -> None:
-    save_llama(
-        folder,
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-    )
+def start_engine(arm: str, model: Path, folder: Path, store: StoreOptions) -> None:
+    """Make the engine of this process."""
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.abstract import Executor
 
+    from loomserve.platform.engine.core.messages import EngineStart
+    from loomserve.platform.engine.core.served_core import ServedEngineCore
+    from loomserve.platform.run.engine_address import EngineAddress
 
-def options_in(folder: Path) -> StoreOptions:
-    return StoreOptions(folder=folder, arena=folder / "arena", memory=STORE_BYTES)
-
-
-def step_us(llm: Any, requests: int) -> float:
-    """Mean microseconds of the steps of so many answers that begin together."""
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    source = random.Random(0)
-    asked = [[source.randrange(512) for _ in range(PROMPT)] for _ in range(requests)]
-    greedy = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
-    begin = time.perf_counter()
-    llm.generate([TokensPrompt(prompt_token_ids=one) for one in asked], greedy, use_tqdm=False)
-    return 1e6 * (time.perf_counter() - begin) / ANSWER
-
-
-def serve_arm(arm: str, model: Path, folder: Path) -> None:
-    """Print the microseconds of a step by number of requests."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # As the platform binds an engine, whose threads then share the core.
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    llm = offline_engine(
-        str(model),
-        options_in(folder).kv_transfer_config("tiny") if arm == "store" else None,
+    torch.set_num_threads(1)
+    own = arm in ("vllm", "offloading")
+    config = EngineArgs(
+        model=str(model),
+        kv_transfer_config={
+            "offloading": OFFLOADING,
+            **dict.fromkeys(("store", "served"), store.kv_transfer_config("tiny")),
+        }.get(arm),
         dtype="float32",
         skip_tokenizer_init=True,
-        kv_cache_memory_bytes=2**26,
+        enforce_eager=True,
+        block_size=BLOCK_TOKENS,
+        kv_cache_memory_bytes=2**29,
         max_model_len=CONTEXT,
         max_num_seqs=max(REQUESTS),
-        **({} if arm == "vllm" else OURS),
-    )
-    step_us(llm, min(REQUESTS))
-    found = {str(of): min(step_us(llm, of) for _ in range(REPEATS)) for of in REQUESTS}
-    end(llm)
-    print(json.dumps(found), flush=True)
+        **(ONE_PROCESS if own else OURS),
+    ).create_engine_config()
+    executor = Executor.get_class(config)
+    global _core, _source
+    _source = random.Random(0)
+    if arm == "served":
+        start = EngineStart(options={}, address=EngineAddress.in_folder(folder))
+        _core = ServedEngineCore(config, executor, start)
+    else:
+        _core = EngineCore(config, executor, log_stats=True)
 
 
-def serve_store(folder: Path) -> None:
-    start_server(options_in(folder))
-    print("up", flush=True)
-    sys.stdin.read()
+def step_us(requests: int) -> dict[str, float]:
+    """Of this process's steps that decode for all of so many requests, which begin together."""
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
 
-
-@contextmanager
-def running_store(folder: Path) -> Iterator[None]:
-    """A store's process, which ends with its input."""
-    with subprocess.Popen(
-        _command("--serve-store", folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        if process.stdout.readline().strip() != "up":
-            raise RuntimeError("the store did not start")
-        os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
-        try:
-            yield
-        finally:
-            process.kill()
-
-
-def served(arm: str, model: Path) -> dict[str, float]:
-    """Microseconds of a step by number of requests, of an arm in a process of its own."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name, running_store(Path(name)):
-        ran = subprocess.run(
-            _command("--arm", arm, model, name), capture_output=True, text=True, check=False
+    for _ in range(requests):
+        request = EngineCoreRequest(
+            request_id=str(_source.random()),
+            prompt_token_ids=[_source.randrange(512) for _ in range(PROMPT)],
+            mm_features=None,
+            sampling_params=SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True),
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
         )
-    if ran.returncode:
-        raise NotMeasuredError(f"{arm}: {ran.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(ran.stdout.strip().splitlines()[-1])
+        _core.add_request(*_core.preprocess_add_request(request))
+    took = []
+    while _core.scheduler.has_unfinished_requests():
+        begin = time.process_time_ns()
+        outputs, _ = _core.step_fn()
+        end = time.process_time_ns()
+        ended = [one for each in (outputs or {}).values() for one in each.outputs]
+        if len(ended) == requests and not any(one.finished for one in ended):
+            took.append((end - begin) / 1000)
+    return {"median": statistics.median(took[2:]), "mean": statistics.fmean(took[2:])}
+
+
+def turns(model: Path, runs: int) -> list[dict[str, Measured]]:
+    """Of each run, what steps take by arm and number of requests."""
+    fork = multiprocessing.get_context("fork")
+    engines = {arm: ProcessPoolExecutor(1, fork) for arm in ARMS}
+    for engine in engines.values():
+        # A process is forked for its first task: before this one has the store's threads.
+        engine.submit(os.sched_setaffinity, 0, {min(os.sched_getaffinity(0))}).result()
+    with tempfile.TemporaryDirectory() as name, running_store(Path(name), STORE_BYTES) as store:
+        for arm, engine in engines.items():
+            engine.submit(start_engine, arm, model, Path(name), store).result()
+
+        def measure(arm: str, _: int) -> Measured:
+            return {str(of): engines[arm].submit(step_us, of).result() for of in REQUESTS}
+
+        # The first run warms up.
+        found = in_turns(ARMS, 1 + runs, measure, f"{model.name}, ")[1:]
+        for engine in engines.values():
+            # In good order vLLM takes seconds, and nothing of it is needed any more.
+            engine.submit(os._exit, 0).exception()
     return found
 
 
-def _command(*words: object) -> list[str]:
-    return [sys.executable, "-m", "benchmarks.step_overhead", *map(str, words)]
+def more_than_vllm(runs: list[Measured], arm: str, of: str, figure: str) -> Measured:
+    return spread(one[arm][of][figure] - one["vllm"][of][figure] for one in runs)
 
 
-def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    save_model(folder)
-    runs = in_turns(ARMS, options.runs, lambda arm, _: served(arm, folder))
-    counts = list(map(str, REQUESTS))
-    return {
-        "more_than_vllm_us": {
-            arm: {of: spread(one[arm][of] - one["vllm"][of] for one in runs) for of in counts}
-            for arm in ARMS[1:]
-        },
-        "step_us": {
-            arm: {of: spread(one[arm][of] for one in runs) for of in counts} for arm in ARMS
-        },
-        "runs": runs,
-    }
+def measured(options: Namespace, folder: Path) -> Mapping[str, Any]:
+    os.environ.update(
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        OMP_NUM_THREADS="1",
+        VLLM_USE_V2_MODEL_RUNNER="0",
+        VLLM_LOGGING_LEVEL="ERROR",
+        TORCHDYNAMO_DISABLE="1",
+    )
+    # Its children need not.
+    import_module("loomserve.platform.engine.core.served_core")
+    figures: dict[str, Any] = {"step_us": {}, "added_us": {}, "added_mean_us": {}, "runs": {}}
+    for layers in map(str, LAYERS):
+        model = folder / f"{layers} layers"
+        save_llama(
+            model,
+            vocab_size=512,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=int(layers),
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=CONTEXT,
+        )
+        runs = figures["runs"][layers] = turns(model, options.runs)
+        counts = list(map(str, REQUESTS))
+        figures["step_us"][layers] = {
+            of: spread(one["vllm"][of]["median"] for one in runs) for of in counts
+        }
+        for name, figure in (("added_us", "median"), ("added_mean_us", "mean")):
+            figures[name][layers] = {
+                arm: {of: more_than_vllm(runs, arm, of, figure) for of in counts}
+                for arm in ARMS[1:]
+            }
+    return figures
 
 
 def main() -> int:
     parser = parser_of("step_overhead", __doc__)
-    parser.add_argument("--runs", type=int, default=3, help="of all arms in turn")
-    parser.add_argument("--arm", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--serve-store", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.arm:
-        arm, model, folder = given.arm
-        serve_arm(arm, Path(model), Path(folder))
-        return 0
-    if given.serve_store:
-        serve_store(given.serve_store)
-        return 0
-    return run("step_overhead", given, measured, without=("arm", "serve_store"))
+    parser.add_argument("--runs", type=int, default=5, help="of all arms in turn")
+    errors = (BrokenProcessPool,)
+    return run("step_overhead", parser.parse_args(), measured, errors=errors)
 
 
 if __name__ == "__main__":
