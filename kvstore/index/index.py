@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterator, Sequence, Set
+from heapq import merge
 from itertools import takewhile
 from typing import NamedTuple
 
-from loomserve.kvstore.index.eviction import Policy, Refetch, eviction_order
+from loomserve.kvstore.index.eviction import EvictionQueue, Policy, Refetch
 from loomserve.kvstore.index.holds import Lease, LeaseTable, PinTable
 from loomserve.kvstore.index.insertion import InitialUse, insert_in_memory, insert_on_ssd
 from loomserve.kvstore.index.journal import Journal, Run
@@ -53,8 +54,9 @@ class Stats(NamedTuple):
 
 
 class _Namespace:
-    def __init__(self, tree: RadixTree) -> None:
+    def __init__(self, tree: RadixTree, queue: EvictionQueue) -> None:
         self.tree = tree
+        self.queue = queue
         self.pins = PinTable(tree)
         self.hits = 0
         self.misses = 0
@@ -80,10 +82,11 @@ class Index:
 
     def add_namespace(self, namespace: bytes, block_bytes: int) -> None:
         """Add a namespace, if it is new; ``ValueError`` if it has blocks of another size."""
-        known = self._namespaces.setdefault(
-            namespace, _Namespace(RadixTree(namespace, block_bytes, self._journal))
-        )
-        known_bytes = known.tree.block_bytes
+        if namespace not in self._namespaces:
+            tree = RadixTree(namespace, block_bytes, self._journal)
+            queue = EvictionQueue(tree, self._policy, self._refetch)
+            self._namespaces[namespace] = _Namespace(tree, queue)
+        known_bytes = self._namespaces[namespace].tree.block_bytes
         if known_bytes != block_bytes:
             raise ValueError(
                 f"namespace {namespace.hex()} has blocks of {known_bytes} bytes, not {block_bytes}"
@@ -138,8 +141,11 @@ class Index:
         if the block before ``first`` is not. ``recompute_s`` predicts the seconds to compute a
         block again.
         """
-        use = InitialUse(now, self._floor, recompute_s)
-        return insert_in_memory(self._namespaces[namespace].tree, keys, first, slots, use)
+        known, use = self._namespaces[namespace], InitialUse(now, self._floor, recompute_s)
+        unneeded = insert_in_memory(known.tree, keys, first, slots, use)
+        # One by one, so that no eviction has much to take in.
+        known.queue.take_in()
+        return unneeded
 
     def insert_ssd(
         self,
@@ -181,19 +187,22 @@ class Index:
         freed.slots.extend(known.pins.unpin_removed())
         return freed
 
-    def evict(self, slot_count: int, now: float, within: Set[bytes] | None = None) -> Freed:
+    def evict(self, slot_count: int, within: Set[bytes] | None = None) -> Freed:
         """Take up to ``slot_count`` slots from the least valuable blocks of ``within``, or of all.
 
         Chains lose their last blocks first, and no block that is leased or pinned. A block that is
-        not on SSD is forgotten with all below it. One pass over all nodes in memory serves the
-        whole batch. Returns slots in the order of eviction, and the locations of forgotten blocks.
+        not on SSD is forgotten with all below it. Returns slots in the order of eviction, and the
+        locations of forgotten blocks.
         """
-        freed = Freed([], [])
-        for value, tree, node in self.order(within, now):
-            blocks = min(slot_count - len(freed.slots), len(node.slots))
-            if blocks <= 0:
+        taken: list[tuple[RadixTree, RadixNode, int]] = []
+        for value, tree, node in self.order(within):
+            if slot_count <= 0:
                 break
             self._floor = max(self._floor, value)
+            taken.append((tree, node, min(slot_count, len(node.slots))))
+            slot_count -= len(node.slots)
+        freed = Freed([], [])
+        for tree, node, blocks in taken:
             freed.add(tree.evict(node, blocks))
             self._namespaces[tree.namespace].evictions += blocks
         return freed
@@ -245,14 +254,15 @@ class Index:
         )
 
     def order(
-        self, within: Set[bytes] | None, now: float
+        self, within: Set[bytes] | None = None
     ) -> Iterator[tuple[float, RadixTree, RadixNode]]:
         """Blocks of ``within``, or of all, as :meth:`evict` takes them."""
-        return eviction_order(self.trees(within), self._policy, now, self._refetch)
-
-    def trees(self, within: Set[bytes] | None = None) -> list[RadixTree]:
         chosen = self._namespaces if within is None else within
-        return [self._namespaces[namespace].tree for namespace in chosen]
+        queues = (self._namespaces[namespace].queue for namespace in chosen)
+        return merge(*(each.order() for each in queues), key=lambda at: (at[0], at[2].last_used))
+
+    def trees(self) -> list[RadixTree]:
+        return [known.tree for known in self._namespaces.values()]
 
 
 def _drop_locations(tree: RadixTree, dropped: set[int]) -> list[int]:

@@ -48,8 +48,9 @@ class RadixNode:
 
     Its first blocks have ``slots``, possibly none or all; each has one of ``locations``, which is
     ``NOWHERE`` if it is not on SSD. ``children`` follow, by their first keys. ``locks`` are leases
-    and pins whose path has this node. ``floor`` is what the index had evicted last at
-    ``last_used``. A ``detached`` node was cut from the tree, so that only locks keep its slots.
+    and pins whose path has this node, ``below`` the number of children with slots. ``floor`` is
+    what the index had evicted last at ``last_used``. A ``detached`` node was cut from the tree, so
+    that only locks keep its slots. ``turn`` is its entry in the order of eviction, if any.
     """
 
     keys: bytes = b""
@@ -58,14 +59,21 @@ class RadixNode:
     parent: RadixNode | None = None
     children: dict[bytes, RadixNode] = field(default_factory=dict)
     locks: int = 0
+    below: int = 0
     uses: int = 0
     last_used: float = 0.0
     floor: float = 0.0
     recompute_s: float = 0.0
     detached: bool = False
+    turn: tuple[float, float, int, RadixNode] | None = None
 
     def __len__(self) -> int:
         return len(self.locations)
+
+    @property
+    def may_go(self) -> bool:
+        """Whether it has a block that nothing keeps in memory."""
+        return bool(self.slots) and not (self.below or self.locks or self.detached)
 
     def touch(self, now: float, floor: float) -> None:
         self.last_used = now
@@ -95,7 +103,8 @@ class RadixTree:
     """Blocks of one namespace.
 
     ``in_memory`` counts blocks that have a slot, ``by_location`` has the node of every block on
-    SSD, and ``journal`` gets blocks that come, move and go.
+    SSD, and ``journal`` gets blocks that come, move and go. ``changed`` has nodes that may leave
+    memory, or are worth less, since somebody has emptied it.
     """
 
     def __init__(self, namespace: bytes, block_bytes: int, journal: Journal | None = None) -> None:
@@ -105,6 +114,7 @@ class RadixTree:
         self.root = RadixNode()
         self.in_memory = 0
         self.by_location: dict[int, RadixNode] = {}
+        self.changed: dict[RadixNode, None] = {}
 
     def nodes(self) -> Iterator[RadixNode]:
         for child in self.root.children.values():
@@ -146,9 +156,12 @@ class RadixTree:
             slots=node.slots[:blocks],
             locations=node.locations[:blocks],
             children={},
+            turn=None,
         )
         node.keys = node.keys[blocks * KEY_BYTES :]
         del node.slots[:blocks], node.locations[:blocks]
+        head.below = int(bool(node.slots))
+        self.changed[head] = None
         self._link(head, node.parent)
         self._link(node, head)
         self._locate(head, head.locations)
@@ -169,6 +182,9 @@ class RadixTree:
         child.keys = node.keys + child.keys
         child.slots = node.slots + child.slots
         child.locations = node.locations + child.locations
+        node.turn = None
+        self.changed.pop(node, None)
+        self.changed[child] = None
         self._link(child, node.parent)
         self._locate(child, node.locations)
 
@@ -190,14 +206,20 @@ class RadixTree:
             run = node
         else:
             self._link(run, node)
+            node.below += bool(run.slots)
+        self.changed[run] = None
         self._locate(run, run.locations)
 
     def fill(self, node: RadixNode, slots: Sequence[int]) -> None:
         """Assign these slots to the first blocks of ``node`` that are only on SSD."""
         filled = len(node.slots) * KEY_BYTES
         self._note_there(node.keys[filled : filled + len(slots) * KEY_BYTES], in_memory=True)
+        if slots and not node.slots:
+            assert node.parent is not None
+            node.parent.below += 1
         node.slots.extend(slots)
         self.in_memory += len(slots)
+        self.changed[node] = None
 
     def cut(self, node: RadixNode, at: int) -> Freed:
         """Remove the blocks of ``node`` from its ``at``-th on, and all below, from the tree.
@@ -208,9 +230,12 @@ class RadixTree:
             self.split(node, at)
         assert node.parent is not None
         del node.parent.children[node.keys[:KEY_BYTES]]
+        if node.slots:
+            self._left_memory(node)
         freed = Freed([], [])
         for gone in node.subtree():
-            gone.detached = True
+            gone.detached, gone.turn = True, None
+            self.changed.pop(gone, None)
             if self.journal is not None:
                 self.journal.append(Change(self.namespace, Tier.GONE, gone.keys))
             self.in_memory -= len(gone.slots)
@@ -241,6 +266,8 @@ class RadixTree:
         freed = Freed(list(node.slots[kept:])[::-1], [])
         del node.slots[kept:]
         self.in_memory -= blocks
+        if blocks and not kept:
+            self._left_memory(node)
         lost = next((at for at in evicted if node.locations[at] == NOWHERE), None)
         on_ssd = len(node.slots) + blocks if lost is None else lost
         self._note_there(node.keys[kept * KEY_BYTES : on_ssd * KEY_BYTES], in_memory=False)
@@ -260,8 +287,16 @@ class RadixTree:
             locked.locks -= 1
             if locked.detached and not locked.locks:
                 freed.extend(locked.slots)
+            elif locked.may_go:
+                self.changed[locked] = None
         self.join(node)
         return freed
+
+    def _left_memory(self, node: RadixNode) -> None:
+        """None of its blocks is in memory any more."""
+        assert node.parent is not None
+        node.parent.below -= 1
+        self.changed[node.parent] = None
 
     def _note_there(self, keys: bytes, *, in_memory: bool) -> None:
         if self.journal is not None and keys:

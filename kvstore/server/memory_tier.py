@@ -69,7 +69,7 @@ class MemoryTier:
         if blocks <= 0:
             return None
         lease = self.leases.hold(namespace, keys, in_memory, now)
-        slots = self._allocate(namespace, blocks, now)
+        slots = self._allocate(namespace, blocks)
         if not slots:
             self.leases.release([lease])
             return None
@@ -150,19 +150,19 @@ class MemoryTier:
                 self.arena.publish(slot, header_at(namespace, keys, position))
         self.arena.free(unneeded)
 
-    def _allocate(self, namespace: bytes, blocks: int, now: float) -> list[int]:
+    def _allocate(self, namespace: bytes, blocks: int) -> list[int]:
         """Up to ``blocks`` slots: within the quota, of free memory first, then by eviction."""
         size = self.spaces.slot_bytes(namespace)
-        blocks = self._within_quota(namespace, blocks, now)
+        blocks = self._within_quota(namespace, blocks)
         slots = self.arena.allocate(size, blocks)
         while len(slots) < blocks and self._below_its_share(size) and self._take_extent(size):
             slots += self.arena.allocate(size, blocks - len(slots))
         if len(slots) < blocks:
-            self._evict(blocks - len(slots), self.spaces.of_slot_bytes(size), now)
+            self._evict(blocks - len(slots), self.spaces.of_slot_bytes(size))
             slots += self.arena.allocate(size, blocks - len(slots))
         return slots
 
-    def _within_quota(self, namespace: bytes, blocks: int, now: float) -> int:
+    def _within_quota(self, namespace: bytes, blocks: int) -> int:
         """Of ``blocks`` blocks, as many as fit the model's quota once its others are evicted."""
         model = self.spaces[namespace].model
         quota = self._quotas.get(model)
@@ -172,12 +172,12 @@ class MemoryTier:
         own = self.spaces.of_model(model)
         blocks = min(blocks, quota // size)
         while (over := self.held_bytes(own) + blocks * size - quota) > 0:
-            if not self._evict(-(-over // size), own, now):
+            if not self._evict(-(-over // size), own):
                 break
         return max(0, min(blocks, (quota - self.held_bytes(own)) // size))
 
-    def _evict(self, blocks: int, within: set[bytes], now: float) -> int:
-        slots = self.index.evict(blocks, now, within=within).slots
+    def _evict(self, blocks: int, within: set[bytes]) -> int:
+        slots = self.index.evict(blocks, within).slots
         self.arena.free(slots)
         return len(slots)
 

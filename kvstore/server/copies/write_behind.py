@@ -76,7 +76,7 @@ class WriteBehind:
         if not filling or self._batch is not None or now < self._not_before:
             return
         mirror = max(self._held, self._ssd.used_bytes) // 2 if self._held else sys.maxsize
-        order = self._memory.index.order(None, now)
+        order = self._memory.index.order()
         found = demotions(order, _BATCH_BLOCKS, mirror, self._record_bytes)
         if not found or (self._full and not self._earned(mirror)):
             self._not_before = now + _PAUSE_S

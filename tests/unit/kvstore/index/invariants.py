@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from loomserve.kvstore.index.directory import Directory
+from loomserve.kvstore.index.eviction import EvictionCandidate, Policy, Refetch
 from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.index.journal import Tier
 from loomserve.kvstore.index.radix import KEY_BYTES, NOWHERE, RadixNode, RadixTree
@@ -23,6 +25,7 @@ def check_tree(tree: RadixTree) -> None:
         in_memory = len(node.slots) == len(node)
         assert in_memory or not any(child.slots for child in node.children.values())
         assert in_memory or not node.locks
+        assert node.below == sum(bool(child.slots) for child in node.children.values())
         on_ssd = [location for location in node.locations if location != NOWHERE]
         assert located.keys().isdisjoint(on_ssd)
         located.update(dict.fromkeys(on_ssd, node))
@@ -45,6 +48,31 @@ def check_index(index: Index) -> None:
     assert len(slots) == len(set(slots))
     located = [at for tree in index.trees() for at in tree.by_location]
     assert len(located) == len(set(located))
+
+
+def order_by_rule(
+    trees: Iterable[RadixTree], policy: Policy, refetch: Refetch | None = None
+) -> Iterator[RadixNode]:
+    """The nodes in the order in which they are to leave memory, each time among all of them."""
+    nodes = {node: tree for tree in trees for node in tree.nodes() if node.slots}
+
+    def worth(node: RadixNode) -> tuple[float, float]:
+        tree, recompute_s = nodes[node], node.recompute_s
+        end = len(node.slots) * KEY_BYTES
+        if refetch is not None:
+            fetch_s = refetch(tree.namespace, node.keys[end - KEY_BYTES : end], tree.block_bytes)
+            recompute_s = recompute_s if fetch_s is None else min(recompute_s, fetch_s)
+        of = EvictionCandidate(recompute_s, tree.block_bytes, node.uses, node.last_used, node.floor)
+        return policy(of), node.last_used
+
+    while ends := [
+        node
+        for node in nodes
+        if not node.locks and not any(child in nodes for child in node.children.values())
+    ]:
+        least = min(ends, key=worth)
+        yield least
+        del nodes[least]
 
 
 def blocks_of(directory: Directory, node: str) -> dict[tuple[bytes, bytes], Tier]:

@@ -84,7 +84,7 @@ class DirectoryAgainstNodes(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NODES), blocks=st.integers(1, 5))
     def evict(self, name: str, blocks: int) -> None:
-        self.nodes[name].index.evict(blocks, self.now)
+        self.nodes[name].index.evict(blocks)
 
     @rule(name=st.sampled_from(NODES), namespace=st.sampled_from(NAMESPACES), tokens=TOKENS)
     def promote_and_lease(self, name: str, namespace: bytes, tokens: str) -> None:

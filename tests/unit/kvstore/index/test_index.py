@@ -21,7 +21,7 @@ from loomserve.kvstore.index.eviction import cost, lru
 from loomserve.kvstore.index.index import Index, Match, Stats
 from loomserve.kvstore.index.radix import KEY_BYTES, NOWHERE, Freed
 from loomserve.kvstore.index.selection import demotions, hottest_chains
-from tests.unit.kvstore.index.invariants import check_index
+from tests.unit.kvstore.index.invariants import check_index, order_by_rule
 
 ONE, OTHER = b"1" * 16, b"2" * 16
 NAMESPACES = (ONE, OTHER)
@@ -296,7 +296,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
     @rule(slot_count=st.integers(0, 6), within=st.none() | st.sets(one_namespace))
     def evict(self, slot_count: int, within: set[bytes] | None) -> None:
-        now = self.tick()
+        self.tick()
         where = {
             block.slot: (namespace, tokens, block)
             for namespace, blocks in self.model.items()
@@ -309,8 +309,11 @@ class IndexAgainstModel(RuleBasedStateMachine):
             for slot, (namespace, tokens, _) in where.items()
             if (within is None or namespace in within) and not self.locked(namespace, tokens)
         }
-        demoted = self.demotion_candidates(slot_count, now)
-        freed = self.index.evict(slot_count, now, within)
+        trees = [self.index._namespaces[each].tree for each in within or NAMESPACES]
+        order = [node for _, _, node in self.index.order(within or None)]
+        assert order == list(order_by_rule(trees, lru))
+        demoted = self.demotion_candidates(slot_count)
+        freed = self.index.evict(slot_count, within)
         assert len(freed.slots) == min(slot_count, len(evictable))
         assert set(freed.slots) <= evictable
         if within is None:
@@ -329,10 +332,10 @@ class IndexAgainstModel(RuleBasedStateMachine):
         if freed.slots and within is None:
             self.check_least_recent(*where[freed.slots[-1]])
 
-    def demotion_candidates(self, blocks: int, now: float) -> list[int]:
+    def demotion_candidates(self, blocks: int) -> list[int]:
         """The slots, in the order of eviction."""
         slots: list[int] = []
-        for namespace, keys, first, run in demotions(self.index.order(None, now), blocks):
+        for namespace, keys, first, run in demotions(self.index.order(), blocks):
             known = {key(tokens): block for tokens, block in self.model[namespace].items()}
             starts = range(first * KEY_BYTES, len(keys), KEY_BYTES)
             candidates = [known[keys[at : at + KEY_BYTES]] for at in starts]
@@ -437,7 +440,7 @@ def test_a_reply_saved_block_by_block_is_one_run(index: Index) -> None:
 def test_a_run_demoted_piece_by_piece_stays_one_run(index: Index) -> None:
     index.insert(ONE, chain("abcdefgh"), 0, range(8), now=0.0, recompute_s=0.1)
     for location in range(0, 8, 2):
-        (demotion,) = demotions(index.order(None, 1.0), 2)
+        (demotion,) = demotions(index.order(), 2)
         blocks = demotion.first + len(demotion.slots)
         lease = index.lease(ONE, demotion.keys, blocks, demotion.first, now=1.0, ttl=9.0)
         assert lease is not None
@@ -445,7 +448,7 @@ def test_a_run_demoted_piece_by_piece_stays_one_run(index: Index) -> None:
         places = [location, location + 1]
         assert not index.insert_ssd(ONE, demotion.keys, demotion.first, places, 1.0, 0.1)
         assert not index.leases.release(lease.id)
-    assert not demotions(index.order(None, 1.0), 2)
+    assert not demotions(index.order(), 2)
     assert node_count(index) == 1
     check_index(index)
 
@@ -462,7 +465,7 @@ def test_a_mirror_is_of_the_blocks_that_are_evicted_next(index: Index) -> None:
     index.insert_ssd(ONE, chain("abc"), 2, [7], now=1.0, recompute_s=0.1)
 
     def within(mirror_bytes: int) -> list[int]:
-        found = demotions(index.order(None, 2.0), 9, mirror_bytes, lambda _: 10)
+        found = demotions(index.order(), 9, mirror_bytes, lambda _: 10)
         return [slot for demotion in found for slot in demotion.slots]
 
     assert [within(size) for size in (0, 19, 29, 39, 40)] == [[], [], [2], [1, 2], [1, 2, 6]]
@@ -471,7 +474,7 @@ def test_a_mirror_is_of_the_blocks_that_are_evicted_next(index: Index) -> None:
 def test_what_is_on_ssd_already_is_left_out_of_the_demotion(index: Index) -> None:
     index.insert(ONE, chain("abcde"), 0, [1, 2, 3, 4, 5], now=0.0, recompute_s=0.1)
     index.insert_ssd(ONE, chain("abc"), 2, [7], now=0.0, recompute_s=0.1)
-    assert [(d.keys, d.first, list(d.slots)) for d in demotions(index.order(None, 1.0), 3)] == [
+    assert [(d.keys, d.first, list(d.slots)) for d in demotions(index.order(), 3)] == [
         (chain("abcde"), 3, [4, 5]),
         (chain("ab"), 1, [2]),
     ]
@@ -485,7 +488,7 @@ def test_a_block_goes_after_all_that_follow_it_whatever_it_is_worth() -> None:
     index.lookup(ONE, chain("a"), now=0.0)
     index.insert(ONE, chain("ab"), 1, [3], now=0.0, recompute_s=3.0)
     index.insert(ONE, chain("ac"), 1, [4], now=0.0, recompute_s=5.0)
-    assert index.evict(4, now=1.0).slots == [3, 2, 4, 1]
+    assert index.evict(4).slots == [3, 2, 4, 1]
 
 
 def test_a_lease_locks_no_more_than_its_prefix(index: Index) -> None:
@@ -493,16 +496,16 @@ def test_a_lease_locks_no_more_than_its_prefix(index: Index) -> None:
     lease = index.lease(ONE, chain("abcd"), blocks=2, skip=1, now=1.0, ttl=9.0)
     assert lease is not None
     assert list(lease.slots) == [11]
-    assert index.evict(4, now=2.0).slots == [13, 12]
+    assert index.evict(4).slots == [13, 12]
     index.leases.release(lease.id)
-    assert index.evict(4, now=2.0).slots == [11, 10]
+    assert index.evict(4).slots == [11, 10]
 
 
 def test_new_blocks_behind_a_lease_are_not_locked(index: Index) -> None:
     index.insert(ONE, chain("a"), 0, [1], now=0.0, recompute_s=0.1)
     index.lease(ONE, chain("a"), blocks=1, skip=0, now=0.0, ttl=9.0)
     index.insert(ONE, chain("ab"), 1, [2], now=0.0, recompute_s=0.1)
-    assert index.evict(2, now=1.0).slots == [2]
+    assert index.evict(2).slots == [2]
 
 
 def test_a_removed_block_s_slot_is_free_when_its_last_lease_ends(index: Index) -> None:
@@ -522,7 +525,7 @@ def test_a_block_evicted_while_it_was_written_stays_on_ssd_if_its_prefix_does(
     index: Index,
 ) -> None:
     index.insert(ONE, chain("abc"), 0, [1, 2, 3], now=0.0, recompute_s=0.1)
-    index.evict(2, now=1.0)
+    index.evict(2)
     assert index.insert_ssd(ONE, chain("abc"), 2, [9], now=1.0, recompute_s=0.1) == [9]
     assert index.insert_ssd(ONE, chain("abc"), 1, [8], now=1.0, recompute_s=0.1) == []
     assert index.lookup(ONE, chain("abc"), now=2.0) == Match(resident=2, in_memory=1)
@@ -539,13 +542,13 @@ def test_a_hole_in_memory_is_refused_though_the_blocks_are_on_ssd(index: Index) 
 def test_a_removed_block_s_pin_ends_with_it(index: Index) -> None:
     index.insert(ONE, chain("abc"), 0, [1, 2, 3], now=0.0, recompute_s=0.1)
     assert index.pin(ONE, chain("ab"), blocks=2)
-    assert index.evict(3, now=1.0).slots == [3]
+    assert index.evict(3).slots == [3]
     assert index.remove(ONE, chain("ab"), position=1) == Freed([2], [])
-    assert index.evict(3, now=1.0).slots == [1]
+    assert index.evict(3).slots == [1]
 
 
 def test_blocks_behind_others_have_their_own_age_and_uses() -> None:
-    index = Index(lambda candidate: candidate.uses - candidate.age_s)
+    index = Index(lambda candidate: candidate.uses + candidate.last_used)
     index.add_namespace(ONE, block_bytes=100)
     index.insert(ONE, chain("a"), 0, [0], now=0.0, recompute_s=0.1)
     index.lookup(ONE, chain("a"), now=0.0)
@@ -554,8 +557,8 @@ def test_blocks_behind_others_have_their_own_age_and_uses() -> None:
     index.insert(ONE, chain("c"), 0, [3], now=0.7, recompute_s=0.1)
     # Being written to SSD is no use of the block before it.
     index.insert_ssd(ONE, chain("bc"), 1, [7], now=5.0, recompute_s=0.1)
-    # Worth -9 (a), -10 (ab), -9.5 (b) and -9.3 (c).
-    assert index.evict(4, now=10.0) == Freed([1, 2, 3, 0], [7])
+    # Worth 1 (a), 0 (ab), 0.5 (b) and 0.7 (c).
+    assert index.evict(4) == Freed([1, 2, 3, 0], [7])
 
 
 def test_eviction_follows_the_policy_across_namespaces() -> None:
@@ -569,8 +572,8 @@ def test_eviction_follows_the_policy_across_namespaces() -> None:
     index.lookup(OTHER, chain("b"), now=0.0)
     index.lookup(OTHER, chain("b"), now=0.0)
     # Worth, in milliseconds a byte: 10, 20, 5 and 15.
-    assert index.evict(1, now=0.0, within={ONE}).slots == [1]
-    assert index.evict(3, now=0.0).slots == [3, 4, 2]
+    assert index.evict(1, within={ONE}).slots == [1]
+    assert index.evict(3).slots == [3, 4, 2]
 
 
 def test_of_blocks_worth_the_same_the_least_recently_used_goes_first() -> None:
@@ -580,7 +583,7 @@ def test_of_blocks_worth_the_same_the_least_recently_used_goes_first() -> None:
         index.insert(ONE, chain(tokens), 0, [slot], now=0.0, recompute_s=0.1)
     index.lookup(ONE, chain("a"), now=1.0)
     index.insert(ONE, chain("b"), 0, [9], now=2.0, recompute_s=0.1)
-    assert index.evict(3, now=3.0).slots == [2, 0, 1]
+    assert index.evict(3).slots == [2, 0, 1]
 
 
 def test_a_namespace_keeps_its_block_size(index: Index) -> None:
@@ -628,5 +631,5 @@ def test_the_hottest_chains_are_whole_and_told_once_the_last_used_first(index: I
     index.lookup(ONE, chain("abxy"), 6.0)
     index.lookup(ONE, chain("abcd"), 6.0)
     index.lookup(OTHER, chain("zz"), 6.0)
-    index.evict(1, 7.0)
+    index.evict(1)
     assert (ONE, chain("p")) in hottest(2000)

@@ -38,7 +38,7 @@ def test_a_match_is_no_use() -> None:
     index.insert(ONE, chain("x"), 0, [3], 1.0, 1.0)
     assert index.match(ONE, chain("abc")) == Match(2, 2)
     assert index.stats(ONE).hits == index.stats(ONE).misses == 0
-    assert index.evict(2, 9.0).slots == [2, 1]
+    assert index.evict(2).slots == [2, 1]
 
 
 def test_locations_end_before_the_first_block_that_is_not_on_ssd() -> None:
