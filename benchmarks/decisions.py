@@ -1,9 +1,10 @@
 """How long do decisions of routing, rebalancing and placement take over many of a kind?
 
 Nothing of it starts an engine. A routing decision is timed as a front end makes it, from a request
-with its tokens to its booking: prompts of 1,024 tokens, of which the first half is one of 64
-beginnings; replicas report once a second, and each has four requests. Each case runs in a process
-of its own (:mod:`benchmarks.decision_cases`).
+with its tokens to its booking, in CPU time: prompts of 1,024 tokens, of which the first half is one
+of 64 beginnings; replicas report once a second, and each has four requests. And do loads that are
+told at every step route as well as reports, over simulated engines? Each case runs in a process of
+its own (:mod:`benchmarks.decision_cases`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 
 from benchmarks.harness import parser_of, percentile, run, spread
 from loomserve.platform.config import router
+from tests.routed_fleet import SET_UPS
 
 POLICIES = tuple(router.ROUTING_POLICIES.own)
-REPLICAS = (10, 100, 1_000)
+REPLICAS = (10, 100, 1_000, 10_000)
 TIMED: dict[str, tuple[str, dict[str, Any]]] = {
     "propose_s_64": ("propose", {"devices": 64, "a_node": 64, "least_gain": 0.05}),
     "propose_s_1000": ("propose", {"devices": 1_000, "a_node": 8, "least_gain": 0.05}),
@@ -75,6 +77,9 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         found[f"decision_us_p99_{replicas}"] = max(p99)
     picks = [case("picks", replicas=1_000, most=options.decisions) for _ in range(options.runs)]
     found["pick_us_1000"] = spread(percentile(took, 50) for took in picks)
+    ratios = {name: case("told", set_up=name) for name in SET_UPS}
+    found["told_over_reported"] = ratios
+    found["told_over_reported_p99"] = max(ratios.values())
     for name, (of, given) in TIMED.items():
         found[name] = _seconds([case(of, **given) for _ in range(options.runs)])
         print(f"{name}: {found[name]}", flush=True)

@@ -10,10 +10,8 @@ burst of requests every one sees those before it. Who sends it ends the booking;
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from threading import Lock
 from typing import NamedTuple
 
@@ -30,7 +28,6 @@ class Assigned(NamedTuple):
 NOTHING = Assigned()
 
 
-@dataclass(eq=False)
 class Booking:
     """Entry of the ledger for one attempt of one request; only the ledger touches its fields.
 
@@ -39,28 +36,33 @@ class Booking:
     """
 
     _replica_id: str | None = None
-    _tokens: int = 0
-    _sequences: int = 0
-    _finished: bool = False
+    _booked = NOTHING
+    _finished = False
 
 
 Follower = Callable[[str, Assigned], None]
 """Told of a replica, and what is open on it from then on; it must not call the ledger."""
 
 
-@dataclass(slots=True)
 class _Record:
-    # Parallel lists: at[i] (monotonic seconds, ascending) is when the replica's open requests
-    # became were[i], which holds until at[i + 1]. The first entry answers for earlier times, too.
-    at: list[float] = field(default_factory=lambda: [0.0])
-    were: list[Assigned] = field(default_factory=lambda: [NOTHING])
+    """What a replica had open, and since when; the first entry answers for earlier times, too."""
 
-    def change(self, requests: int, tokens: int, now: float, retain_s: float) -> None:
-        last = self.were[-1]
-        self.were.append(Assigned(last.requests + requests, last.tokens + tokens))
-        self.at.append(max(now, self.at[-1]))  # threads come here in another order
-        expired = max(0, bisect_right(self.at, now - retain_s) - 1)
-        del self.at[:expired], self.were[:expired]
+    __slots__ = ("log", "now")
+
+    def __init__(self) -> None:
+        self.now = NOTHING
+        self.log: deque[tuple[float, Assigned]] = deque([(0.0, NOTHING)])
+
+    def change(self, requests: int, tokens: int, at: float, retain_s: float) -> None:
+        log, last = self.log, self.now
+        self.now = Assigned(last.requests + requests, last.tokens + tokens)
+        log.append((max(at, log[-1][0]), self.now))  # threads come here in another order
+        while len(log) > 1 and log[1][0] <= at - retain_s:
+            log.popleft()
+
+    def at(self, time: float) -> Assigned:
+        # Nearly always it is asked for of a moment ago.
+        return next((were for since, were in reversed(self.log) if since <= time), self.log[0][1])
 
 
 class InFlight:
@@ -93,10 +95,10 @@ class InFlight:
             if booking._finished:
                 return
             self._release(booking, now)
-            self._drop_idle(now)
+            if self._idle:
+                self._drop_idle(now)
             self._change(replica_id, sequences, tokens, now)
-            booking._replica_id, booking._tokens = replica_id, tokens
-            booking._sequences = sequences
+            booking._replica_id, booking._booked = replica_id, Assigned(sequences, tokens)
 
     def finished(self, booking: Booking, now: float) -> None:
         """End a request's booking, if there is one, and allow no other. Idempotent."""
@@ -110,16 +112,14 @@ class InFlight:
             record = self._records.get(replica_id)
             if record is None:
                 return NOTHING
-            if at is None:
-                return record.were[-1]
-            return record.were[max(0, bisect_right(record.at, at) - 1)]
+            return record.now if at is None else record.at(at)
 
     def follow(self, replica_id: str, follower: Follower) -> Assigned:
         """Have the follower told of each change from now on; what is open on the replica now."""
         with self._lock:
             self._followers[replica_id] = (*self._followers.get(replica_id, ()), follower)
             record = self._records.get(replica_id)
-            return NOTHING if record is None else record.were[-1]
+            return NOTHING if record is None else record.now
 
     def unfollow(self, replica_id: str, follower: Follower) -> None:
         with self._lock:
@@ -152,7 +152,9 @@ class InFlight:
 
     def _release(self, booking: Booking, now: float) -> None:
         if booking._replica_id is not None:
-            self._change(booking._replica_id, -booking._sequences, -booking._tokens, now)
+            self._change(
+                booking._replica_id, -booking._booked.requests, -booking._booked.tokens, now
+            )
             booking._replica_id = None
 
     def _change(self, replica_id: str, requests: int, tokens: int, now: float) -> None:
@@ -161,10 +163,10 @@ class InFlight:
             record = self._records[replica_id] = _Record()
         record.change(requests, tokens, now, self._retain_s)
         self._idle.pop(replica_id, None)
-        if record.were[-1].requests == 0:
-            self._idle[replica_id] = record.at[-1]
+        if not record.now.requests:
+            self._idle[replica_id] = record.log[-1][0]
         for follower in self._followers.get(replica_id, ()):
-            follower(replica_id, record.were[-1])
+            follower(replica_id, record.now)
 
     def _drop_idle(self, now: float) -> None:
         while self._idle:

@@ -42,15 +42,21 @@ class KvLink:
     bytes_per_s: float
 
 
+LOAD_SHARE = 0.03
+"""What was measured of models of 0.1 to 8 billion parameters is less."""
+
+
 @dataclass(frozen=True)
 class NodesKv:
-    """What moving a model's KV between nodes takes."""
+    """What moving a model's KV from a node's store to its engines, and between nodes takes."""
 
     token_bytes: float
     store_bytes: float
     """What the store of a node keeps."""
     links: Mapping[tuple[str, str], KvLink]
     """To a node, from a node."""
+    load_share: float = LOAD_SHARE
+    """What loading a token from the node's store takes, as a share of computing it."""
 
 
 @dataclass
@@ -65,7 +71,7 @@ class RoutedModel:
     turn: int
     """The number of the request at hand."""
     kv: NodesKv | None = None
-    """What is known of KV between nodes; None: nothing is fetched."""
+    """What is known of the nodes' KV stores; None: nothing is loaded or fetched."""
 
 
 class RoutingPolicy:

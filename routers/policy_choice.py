@@ -13,6 +13,8 @@ from loomserve.routers.policy import NodesKv, RoutedModel, RoutingPolicy
 from loomserve.routers.table import ReplicaTable
 from loomserve.routers.ticket import RoutingTicket
 
+_ONLY = Choice(0, "only_candidate")
+
 
 class ReplicaChooser:
     """Chooses replicas of one model for whoever sends requests to them.
@@ -49,18 +51,15 @@ class ReplicaChooser:
     def decide(self, ticket: RoutingTicket) -> Decision | None:
         """Choose a replica for a request, and book it there; None: no replica may take it."""
         self._model.turn += 1
+        now = time.monotonic()
         candidates = self._table.candidates(
-            exclude=ticket.exclude, pinned_to=ticket.pinned_to, now=time.monotonic()
+            exclude=ticket.exclude, pinned_to=ticket.pinned_to, now=now
         )
         if not len(candidates):
             return None
-        choice = (
-            self._policy.pick(candidates, ticket)
-            if len(candidates) > 1
-            else Choice(0, "only_candidate")
-        )
-        chosen = self._table.replica(int(candidates.rows[choice.place]))
-        ticket.book(chosen)
+        choice = self._policy.pick(candidates, ticket) if len(candidates) > 1 else _ONLY
+        chosen = self._table.replica(candidates.row(choice.place))
+        ticket.book(chosen, now)
         ticket.ledger.decided(self._model.name, self._name, choice.reason)
         self._policy.sent(ticket, chosen)
         return Decision(chosen.id, choice.reason)

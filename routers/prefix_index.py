@@ -8,10 +8,51 @@ from threading import Lock
 
 import numpy as np
 
-from loomserve.routers.base import Ints
+from loomserve.routers.base import Bools, Candidates, Ints
 
-# A set of so few replicas is written out one by one; a larger one by columns.
-_FEW = 16
+
+class Held:
+    """What a table's replicas were sent of a prompt, by their rows, at this moment."""
+
+    def __init__(self, levels: Sequence[tuple[int, int]], slots: Ints, size: int) -> None:
+        """
+        Args:
+            levels: Numbers of blocks, the most first, and the replicas that were sent so many as
+                the bits of a number, one for each slot.
+            slots: Of the rows.
+            size: So many slots there are.
+        """
+        self._levels, self._slots, self._size = levels, slots, size
+
+    @property
+    def levels(self) -> list[int]:
+        """The numbers of blocks that some were sent, the most first."""
+        return [blocks for blocks, _ in self._levels]
+
+    def blocks(self, row: int) -> int:
+        """Blocks at the prompt's beginning that one was sent."""
+        slot = int(self._slots[row])
+        return next((blocks for blocks, bits in self._levels if bits >> slot & 1), 0)
+
+    def column(self, rows: Ints) -> Ints:
+        """The same of many."""
+        found, slots = np.zeros(len(rows), np.int64), self._slots[rows]
+        for blocks, bits in reversed(self._levels):
+            found[self._mask(bits)[slots]] = blocks
+        return found
+
+    def rows(self, level: int) -> Ints:
+        """Those that were sent as much as that level, or more."""
+        return np.flatnonzero(self._mask(self._levels[level][1])[self._slots])
+
+    def some_have_less(self, candidates: Candidates, blocks: int) -> bool:
+        """Whether a candidate was sent fewer blocks than one of these levels."""
+        there = next(bits.bit_count() for at, bits in self._levels if at == blocks)
+        return there < len(candidates) or bool(self.column(candidates.rows).min() < blocks)
+
+    def _mask(self, bits: int) -> Bools:
+        packed = np.frombuffer(bits.to_bytes(self._size // 8 + 1, "little"), np.uint8)
+        return np.unpackbits(packed, bitorder="little").view(np.bool_)
 
 
 class PrefixIndex:
@@ -55,21 +96,14 @@ class PrefixIndex:
                 key, _ = known.popitem(last=False)
                 self._forget(key, bit)
 
-    def match(self, keys: Sequence[int], replica_ids: tuple[str, ...]) -> Ints | None:
-        """Blocks at the prompt's beginning that each of the replicas was sent.
-
-        None: none of all replicas was sent any.
-        """
+    def match(self, keys: Sequence[int], replica_ids: tuple[str, ...]) -> Held | None:
+        """What each of the replicas was sent of a prompt; None: none of all was sent any."""
         with self._lock:
             levels = list(self._levels(keys))
             if not levels:
                 return None
             slots = self._slots_of(replica_ids)
-            matched, seen = np.zeros(len(self._slots) + len(self._free), np.int64), 0
-            for blocks, holders in levels:
-                _write(matched, holders & ~seen, blocks)
-                seen = holders
-            return matched.take(slots)
+            return Held(levels, slots, len(self._slots) + len(self._free))
 
     def retain(self, replica_ids: Collection[str]) -> None:
         """Forget all replicas but these."""
@@ -142,16 +176,3 @@ def _last(most: int, holds: Callable[[int], bool]) -> int:
 
 def _differs(holders: Mapping[int, int], keys: Sequence[int], bits: int) -> Callable[[int], bool]:
     return lambda count: holders[keys[count - 1]] != bits
-
-
-def _write(column: Ints, bits: int, value: int) -> None:
-    """Write the value into the rows of these bits."""
-    if bits.bit_count() > _FEW:
-        packed = np.frombuffer(bits.to_bytes(len(column) // 8 + 1, "little"), np.uint8)
-        rows = np.unpackbits(packed, count=len(column), bitorder="little").view(np.bool_)
-        column[rows] = value
-        return
-    while bits:
-        lowest = bits & -bits
-        column[lowest.bit_length() - 1] = value
-        bits ^= lowest

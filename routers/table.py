@@ -1,15 +1,16 @@
-"""The replicas of a model as columns: what routing decides on, kept up to date as it changes."""
+"""The replicas of a model: what routing decides on, kept up to date as it changes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import Role
-from loomserve.routers.base import Bools, Candidates, Floats, Ints, Replica
+from loomserve.routers.base import Candidates, Columns, Floats, Ints, Orders, Replica
 from loomserve.routers.in_flight import NOTHING, Assigned, InFlight
 from loomserve.routers.snapshot import RoutingStats
 
@@ -31,14 +32,20 @@ class _Row:
     """Open here when the load was measured."""
     here: Assigned = NOTHING
     """Open here now."""
+    max_running: int = 1
+    kv_capacity_tokens: int | None = None
+    willing: bool = True
+    """Not draining."""
+    answering: bool = True
+    """Willing, and not a prefill replica."""
+    looked_at: float = np.inf
+    """When its load was measured, as far as the order of going stale has it."""
 
-    @property
-    def max_running(self) -> int:
-        return 1 if self.stats is None else self.stats.max_running
-
-    @property
-    def kv_capacity_tokens(self) -> int | None:
-        return None if self.stats is None else self.stats.kv_capacity_tokens
+    def take(self, stats: RoutingStats) -> None:
+        self.stats, self.load = stats, stats.load
+        self.max_running, self.kv_capacity_tokens = stats.max_running, stats.kv_capacity_tokens
+        self.willing = not stats.draining
+        self.answering = self.willing and stats.role is not Role.PREFILL
 
     @property
     def queue_length(self) -> int:
@@ -50,77 +57,22 @@ class _Row:
 
     @property
     def kv_share(self) -> float:
+        """The share of KV cache in use, or promised to requests that wait or are on their way."""
         load, capacity, tokens = self.load, self.kv_capacity_tokens, self.here.tokens
         measured = 0.0 if load is None else load.kv_cache_usage
         if not capacity:
             return measured
         if load is not None:
-            tokens -= self.then.tokens
+            tokens += load.waiting_tokens - self.then.tokens
         return min(1.0, max(0.0, measured + tokens / capacity))
-
-
-@dataclass(slots=True)
-class _Columns:
-    """Figures of all rows; ``measured_at`` is infinite where there is no load, or none any more."""
-
-    utilisation: Floats
-    queue_length: Ints
-    known: Bools
-    kv_capacity_tokens: Ints
-    node: Ints
-    """Place among the nodes."""
-    prefill_token_s: Floats
-    """Seconds of a prompt's token; 0 until it has said."""
-    measured_at: Floats
-    willing: Bools
-    """Not draining."""
-    answering: Bools
-    """Willing, and not a prefill replica."""
-    rows: Ints = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rows = np.arange(len(self.known))
-
-    @classmethod
-    def of(cls, size: int) -> _Columns:
-        return cls(
-            utilisation=np.zeros(size),
-            queue_length=np.zeros(size, np.int64),
-            known=np.zeros(size, np.bool_),
-            kv_capacity_tokens=np.zeros(size, np.int64),
-            node=np.zeros(size, np.int64),
-            prefill_token_s=np.zeros(size),
-            measured_at=np.full(size, np.inf),
-            willing=np.ones(size, np.bool_),
-            answering=np.ones(size, np.bool_),
-        )
-
-    def among(self, rows: Ints) -> Candidates:
-        if len(rows) == len(self.rows):
-            return self._all()
-        return Candidates(
-            self.utilisation.take(rows),
-            self.queue_length.take(rows),
-            self.known.take(rows),
-            self.kv_capacity_tokens.take(rows),
-            rows,
-        )
-
-    def _all(self) -> Candidates:
-        return Candidates(
-            self.utilisation,
-            self.queue_length,
-            self.known,
-            self.kv_capacity_tokens,
-            self.rows,
-        )
 
 
 class ReplicaTable:
     """The replicas of one model, a row each in the order of their ids.
 
-    A report or a booking changes one row, so that a decision finds all figures as they are. It
-    belongs to one thread, which reports, books and decides. Times are monotonic seconds.
+    A report or a booking moves one row in the orders of loads and queues, so that a decision finds
+    the first of each without looking at the others. It belongs to one thread, which reports, books
+    and decides. Times are monotonic seconds.
     """
 
     def __init__(self, ledger: InFlight, *, stale_after_s: float) -> None:
@@ -136,15 +88,18 @@ class ReplicaTable:
         """The same, as a set."""
         self.nodes: tuple[str, ...] = ()
         """The nodes that have any; none are named where there is but one."""
+        self.row_of: dict[str, int] = {}
+        """The row of each id."""
         self._ledger = ledger
         self._stale_after_s = stale_after_s
         self._rows: list[_Row] = []
-        self._row_of: dict[str, int] = {}
-        self._columns = _Columns.of(0)
-        self._answering = self._columns.rows
+        self._node = np.zeros(0, np.int64)
+        self._prefill_token_s = np.zeros(0)
+        self._columns, self._orders = Columns(0), Orders()
+        self._answering: list[int] = []
         """Rows of the replicas that take clients' requests."""
-        # No load was measured earlier.
-        self._oldest = np.inf
+        self._measured: list[tuple[float, int]] = []
+        """Heap of when loads were measured, one a row: no later than its last."""
 
     def set_replicas(self, ids: Iterable[str], nodes: Mapping[str, str] | None = None) -> None:
         """Set which replicas there are; reports of those that stay are kept.
@@ -161,35 +116,39 @@ class ReplicaTable:
             there[new] = _Row(new, here=self._ledger.follow(new, self._assigned))
         self.known_ids, self.ids = wanted, tuple(sorted(wanted))
         self._rows = [there[id_] for id_ in self.ids]
-        self._row_of = {id_: place for place, id_ in enumerate(self.ids)}
-        self._columns = _Columns.of(len(self.ids))
+        self.row_of = {id_: place for place, id_ in enumerate(self.ids)}
+        size = len(self.ids)
+        self._columns, self._orders, self._measured = Columns(size), Orders(), []
+        self._node, self._prefill_token_s = np.zeros(size, np.int64), np.zeros(size)
         if nodes is not None:
             self.nodes = tuple(sorted({nodes[id_] for id_ in self.ids}))
             at = {name: place for place, name in enumerate(self.nodes)}
-            self._columns.node[:] = [at[nodes[id_]] for id_ in self.ids]
-        for place in range(len(self.ids)):
+            self._node[:] = [at[nodes[id_]] for id_ in self.ids]
+        for place, row in enumerate(self._rows):
+            row.looked_at = np.inf
             self._write_report(place)
         self._note_roles()
 
     def places(self, rows: Ints) -> tuple[Ints, Floats]:
         """Of rows: the places of their nodes, and the seconds in which they compute a token."""
-        return self._columns.node[rows], self._columns.prefill_token_s[rows]
+        return self._node[rows], self._prefill_token_s[rows]
 
     def report(self, replica_id: str, stats: RoutingStats) -> None:
         """Take in a report by this process's clock; one of a replica that is gone is ignored."""
-        place = self._row_of.get(replica_id)
+        place = self.row_of.get(replica_id)
         if place is None:
             return
         row, load = self._rows[place], stats.load
-        before, row.stats, row.load = row.stats, stats, load
+        before = row.willing, row.answering
+        row.take(stats)
         row.then = NOTHING if load is None else self._ledger.of(replica_id, load.measured_at)
         self._write_report(place)
-        if before is None or (before.draining, before.role) != (stats.draining, stats.role):
+        if before != (row.willing, row.answering):
             self._note_roles()
 
     def stats(self, replica_id: str) -> RoutingStats | None:
         """The replica's last report; None: it has sent none."""
-        place = self._row_of.get(replica_id)
+        place = self.row_of.get(replica_id)
         return None if place is None else self._rows[place].stats
 
     def role(self, replica_id: str) -> Role | None:
@@ -200,13 +159,7 @@ class ReplicaTable:
     def replica(self, row: int) -> Replica:
         """A replica as it is now."""
         its = self._rows[row]
-        return Replica(
-            id=its.id,
-            load=its.load,
-            max_running=its.max_running,
-            kv_capacity_tokens=its.kv_capacity_tokens,
-            queue_length=its.queue_length,
-        )
+        return Replica(its.id, its.load, its.max_running, its.kv_capacity_tokens, its.queue_length)
 
     def candidates(
         self, *, exclude: frozenset[str], pinned_to: str | None = None, now: float
@@ -215,30 +168,38 @@ class ReplicaTable:
 
         Prefill replicas take clients' requests only if no other replica can.
         """
-        if now - self._oldest > self._stale_after_s:
-            self._forget_stale(now)
-        columns = self._columns
+        self._forget_stale(now)
+        rows, row_of, answering = self._rows, self.row_of, self._answering
         if pinned_to is not None:
-            return columns.among(self._pinned(pinned_to, exclude))
-        if not exclude and len(self._answering):
-            return columns.among(self._answering)
-        answering = columns.answering.copy()
-        excluded = [place for id_ in exclude if (place := self._row_of.get(id_)) is not None]
-        answering[excluded] = False
-        rows = np.flatnonzero(answering)
-        if not len(rows):
-            willing = columns.willing.copy()
-            willing[excluded] = False
-            rows = np.flatnonzero(willing)
-        return columns.among(rows)
+            place = row_of.get(pinned_to)
+            takes = place is not None and pinned_to not in exclude and rows[place].willing
+            return self._among([place] if takes and place is not None else [])
+        left = (
+            {place for id_ in exclude if (place := row_of.get(id_)) is not None} if exclude else ()
+        )
+        out = sorted(place for place in left if rows[place].answering)
+        if len(out) == len(answering):
+            return self._among(
+                [at for at, row in enumerate(rows) if row.willing and at not in left]
+            )
+        if len(out) > _FEW:
+            return self._among([place for place in answering if place not in left])
+        return Candidates(self._columns, self._orders, answering, out, all_answer=True)
 
-    def _pinned(self, replica_id: str, exclude: frozenset[str]) -> Ints:
-        place = self._row_of.get(replica_id)
-        takes = place is not None and replica_id not in exclude and self._columns.willing[place]
-        return np.array([place] if takes else [], np.int64)
+    def _among(self, rows: list[int]) -> Candidates:
+        """These and no others, in orders of their own."""
+        orders, columns = Orders(), self._columns
+        for row in rows:
+            orders.put(
+                row,
+                float(columns.utilisation[row]),
+                int(columns.queue_length[row]),
+                known=bool(columns.known[row]),
+            )
+        return Candidates(columns, orders, rows)
 
     def _assigned(self, replica_id: str, here: Assigned) -> None:
-        place = self._row_of[replica_id]
+        place = self.row_of[replica_id]
         self._rows[place].here = here
         self._write_load(place)
 
@@ -246,29 +207,45 @@ class ReplicaTable:
         row, columns = self._rows[place], self._columns
         load = row.load
         columns.known[place] = load is not None
-        columns.measured_at[place] = np.inf if load is None else load.measured_at
-        columns.kv_capacity_tokens[place] = row.kv_capacity_tokens or 0
-        if load is not None and load.pace is not None:
-            columns.prefill_token_s[place] = load.pace.prefill_token_s
-        if row.stats is not None:
-            columns.willing[place] = not row.stats.draining
-            columns.answering[place] = not (row.stats.draining or row.stats.role is Role.PREFILL)
+        columns.answering[place] = row.answering
+        columns.kv_capacity_tokens[place] = capacity = row.kv_capacity_tokens or 0
+        columns.most_capacity = max(columns.most_capacity, capacity)
         if load is not None:
-            self._oldest = min(self._oldest, load.measured_at)
+            if load.pace is not None:
+                self._prefill_token_s[place] = load.pace.prefill_token_s
+            if load.measured_at < row.looked_at:
+                row.looked_at = load.measured_at
+                heappush(self._measured, (load.measured_at, place))
         self._write_load(place)
 
     def _write_load(self, place: int) -> None:
         row, columns = self._rows[place], self._columns
         queue_length = row.queue_length
+        utilisation = queue_length / row.max_running + row.kv_share
         columns.queue_length[place] = queue_length
-        columns.utilisation[place] = queue_length / row.max_running + row.kv_share
+        columns.utilisation[place] = utilisation
+        if row.answering:
+            self._orders.put(place, utilisation, queue_length, known=row.load is not None)
+        else:
+            self._orders.drop(place)
 
     def _note_roles(self) -> None:
-        self._answering = np.flatnonzero(self._columns.answering)
+        self._answering = [at for at, row in enumerate(self._rows) if row.answering]
 
     def _forget_stale(self, now: float) -> None:
-        columns = self._columns
-        for place in np.flatnonzero(now - columns.measured_at > self._stale_after_s):
-            self._rows[place].load = None
-            self._write_report(int(place))
-        self._oldest = float(columns.measured_at.min(initial=np.inf))
+        measured = self._measured
+        while measured and now - measured[0][0] > self._stale_after_s:
+            at, place = heappop(measured)
+            row = self._rows[place]
+            if at != row.looked_at:
+                continue
+            row.looked_at = np.inf if row.load is None else row.load.measured_at
+            if now - row.looked_at > self._stale_after_s:
+                row.load, row.looked_at = None, np.inf
+                self._write_report(place)
+            elif row.load is not None:
+                heappush(measured, (row.looked_at, place))
+
+
+# Of more excluded replicas, those that are left are put in orders of their own.
+_FEW = 64

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import TracebackType
 from typing import Self
 
 from loomserve.routers.base import Replica
@@ -18,14 +17,15 @@ def _no_keys() -> tuple[int, ...]:
 
 
 @dataclass(eq=False)
-class RoutingTicket:
+class RoutingTicket(Booking):
     """One attempt of one request to be answered by a replica.
 
     Whoever sends the request fills the ticket in, the router books it on the replica that it
-    chooses, and leaving the ``with`` block ends the booking, whether or not there was one::
+    chooses, and :meth:`close` ends the booking, whether or not there was one, as does leaving a
+    ``with`` block::
 
         with RoutingTicket(ledger, prompt_tokens=100) as ticket:
-            decision = chooser.decide(reports, ticket)
+            decision = chooser.decide(ticket)
     """
 
     ledger: InFlight
@@ -43,7 +43,6 @@ class RoutingTicket:
     """Id of the only replica that may take it; None: any may."""
     replica: Replica | None = field(default=None, init=False)
     """The chosen replica as the router saw it, without this request; None: not routed yet."""
-    _booking: Booking = field(default_factory=Booking, init=False, repr=False)
 
     @property
     def tokens(self) -> int:
@@ -55,20 +54,17 @@ class RoutingTicket:
         """Chained keys of the prompt's full blocks; the sender's tokens, if it has them."""
         return self.hash_prompt()
 
-    def book(self, replica: Replica) -> None:
+    def book(self, replica: Replica, now: float) -> None:
         """Raise the replica's load by the request's estimate."""
         self.replica = replica
-        self.ledger.started(
-            self._booking, replica.id, self.tokens, time.monotonic(), sequences=self.sequences
-        )
+        self.ledger.started(self, replica.id, self.tokens, now, sequences=self.sequences)
+
+    def close(self) -> None:
+        """End the booking, if there is one, and allow no other."""
+        self.ledger.finished(self, time.monotonic())
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.ledger.finished(self._booking, time.monotonic())
+    def __exit__(self, *_: object) -> None:
+        self.close()

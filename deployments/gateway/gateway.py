@@ -72,7 +72,7 @@ class Gateway:
         ]
         if parts.allowances is not None:
             work.append(parts.allowances.keep(self._report))
-        if stores is not None and stores.each_node:
+        if stores is not None:
             work.append(follow_stores(Stores(stores), parts.dispatcher.set_stores))
         self._tasks = [asyncio.create_task(each) for each in work]
         await parts.http.start()

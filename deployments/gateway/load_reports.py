@@ -107,6 +107,7 @@ class _Pushed(NamedTuple):
             update={
                 "running": self.load.running,
                 "waiting": self.load.waiting,
+                "waiting_tokens": self.load.waiting_tokens,
                 "kv_cache_usage": self.load.kv_usage,
                 "measured_at": self.counted_until,
             }

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
+from prometheus_client import Gauge
+
 from loomserve.deployments.gateway.dispatch import ModelRequest
 from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.config import Router
@@ -98,7 +100,7 @@ class ReplicaChoice:
         self._ledger = ledger
         self._metrics = metrics
         self._table = table
-        self._booked: dict[RoutingRequest, ExitStack] = {}
+        self._booked: dict[RoutingRequest, tuple[RoutingTicket, Gauge, AnswerContext | None]] = {}
         self.untried: Callable[[], frozenset[str]] = lambda: _NOBODY
         """Replicas that have not given their first answer, and get no client's request before."""
         self._last_excluded = (_NOBODY, _NOBODY, _NOBODY)
@@ -111,31 +113,42 @@ class ReplicaChoice:
         """Book a request on a replica until :meth:`left`; None: it waits. Raises RequestError."""
         context = routing.context if isinstance(routing.context, AnswerContext) else None
         request = context.request if context is not None else None
-        with ExitStack() as booking:
-            ticket = booking.enter_context(self._ticket(routing, request))
-            decision = self._chooser.decide(ticket)
-            if decision is None:
-                if not routing.prompt_only:
-                    self._note_wait(ticket, context)
-                return None
+        ticket = self._ticket(routing, request)
+        decision = self._chooser.decide(ticket)
+        if decision is None:
+            if not routing.prompt_only:
+                self._note_wait(ticket, context)
+            return None
+        try:
             if request is not None and _is_first(routing):
                 _refuse_if_late(request, ticket, self._metrics)
             if context is not None:
-                context.queues[routing] = partial(self._has_queue, decision.replica_id)
-                booking.callback(context.queues.pop, routing, None)
-                context.goes_on()
-                if not routing.prompt_only:
-                    context.is_chosen()
-                if context.trace is not None:
-                    self._tell(context.trace, routing, decision)
-            booking.enter_context(self._metrics.in_flight(self._model, decision.replica_id))
-            self._booked[routing] = booking.pop_all()
-            return decision.replica_id
+                self._chosen(context, routing, decision)
+        except BaseException:
+            ticket.close()
+            raise
+        gauge = self._metrics.in_flight(self._model, decision.replica_id)
+        gauge.inc()
+        self._booked[routing] = ticket, gauge, context
+        return decision.replica_id
 
     def left(self, routing: RoutingRequest, replica_id: str) -> None:
         """The request has ended at the replica, or has left it."""
-        if (booked := self._booked.pop(routing, None)) is not None:
-            booked.close()
+        booked = self._booked.pop(routing, None)
+        if booked is not None:
+            ticket, gauge, context = booked
+            ticket.close()
+            gauge.dec()
+            if context is not None:
+                context.queues.pop(routing, None)
+
+    def _chosen(self, context: AnswerContext, routing: RoutingRequest, decision: Decision) -> None:
+        context.goes_on()
+        if not routing.prompt_only:
+            context.is_chosen()
+        if context.trace is not None:
+            self._tell(context.trace, routing, decision)
+        context.queues[routing] = partial(self._has_queue, decision.replica_id)
 
     def _has_queue(self, replica_id: str) -> bool:
         stats = self._table.stats(replica_id)

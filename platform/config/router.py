@@ -26,9 +26,9 @@ class Router(Section):
     """How requests are spread over the replicas of a model."""
 
     policy: Annotated[str, ROUTING_POLICIES] = Field(
-        "load_aware",
-        description="load_aware: BanaServe's algorithm 4-2 on measured loads; prefix_aware: loads, "
-        "and where the prompt's beginning was sent before.",
+        "prefix_aware",
+        description="prefix_aware: measured loads, and where the prompt's beginning was sent "
+        "before; load_aware: BanaServe's algorithm 4-2 on loads alone.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Those of a policy that a package brings."

@@ -195,9 +195,9 @@ class GatewayMetrics:
         if chunks > 1:
             self._time_per_output_token.labels(model).observe(stream_s / (chunks - 1))
 
-    def in_flight(self, model: str, replica: str) -> AbstractContextManager[None]:
-        """Count a request on a replica for as long as the ``with`` block runs."""
-        return self._in_flight.labels(self._label(model), replica).track_inprogress()
+    def in_flight(self, model: str, replica: str) -> Gauge:
+        """The gauge of a replica's requests."""
+        return self._in_flight.labels(self._label(model), replica)
 
     def queued(self, model: str) -> AbstractContextManager[None]:
         """Count a request as waiting for a replica for as long as the ``with`` block runs."""

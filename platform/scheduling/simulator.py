@@ -264,6 +264,11 @@ class Simulator:
         return len(self._waiting) + len(self._coming)
 
     @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the requests that wait, for which they hold no blocks."""
+        return sum(one.tokens for kept in (self._coming, self._waiting) for one in kept)
+
+    @property
     def kv_usage(self) -> float:
         """Share of blocks that requests hold."""
         return 1 - self._free_blocks / self._limits.blocks

@@ -113,7 +113,8 @@ class SimulatedCore:
 
     def _put_out(self, outputs: dict[int, wire.Outputs], now: float) -> None:
         self.meter.step(outputs, now)
-        self.loads.measured(self._steps, *self._engine.load)
+        self.meter.waiting_tokens = tokens = self._engine.waiting_tokens
+        self.loads.measured(self._steps, *self._engine.load, tokens)
         for item in outputs.items():
             self.output_queue.put(item)
 

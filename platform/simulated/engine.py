@@ -173,6 +173,11 @@ class SimulatedEngine:
         schedule = self._schedule
         return schedule.running, schedule.waiting, schedule.kv_usage
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of those that wait."""
+        return self._schedule.waiting_tokens
+
     def add(self, request: WireRequest, client: int, now: float) -> HeldRequest:
         """Take in a request; raises ``ValueError`` if the engine cannot answer it."""
         params, prompt = request.sampling_params, request.prompt_token_ids

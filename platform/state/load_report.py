@@ -16,7 +16,7 @@ LOAD = b"LOAD"
 LOAD_PERIOD_S = 0.05
 """A client without outputs gets reports no more often than that."""
 
-_FRAME = struct.Struct("!4sQQIId")
+_FRAME = struct.Struct("!4sQQIIdQ")
 
 
 class LoadReport(NamedTuple):
@@ -31,6 +31,8 @@ class LoadReport(NamedTuple):
     """Requests in the queue, those that wait for KV or a grammar among them."""
     kv_usage: float
     """Share of KV blocks in use, 0 to 1."""
+    waiting_tokens: int = 0
+    """Tokens for which requests in the queue have no KV memory yet."""
 
     def frame(self) -> bytes:
         return _FRAME.pack(LOAD, *self)
@@ -51,7 +53,7 @@ class LoadBook:
         """Another one after each change."""
         self._taken: Counter[int] = Counter()
         self._refused: Counter[int] = Counter()
-        self._last: tuple[int, int, int, float] = (0, 0, 0, 0.0)
+        self._last: tuple[int, int, int, float, int] = (0, 0, 0, 0.0, 0)
         self._counted: dict[int, int] = {}
 
     def took(self, client: int) -> None:
@@ -66,10 +68,12 @@ class LoadBook:
         self._taken.pop(client, None)
         self._refused.pop(client, None)
 
-    def measured(self, steps: int, running: int, waiting: int, kv_usage: float) -> None:
+    def measured(
+        self, steps: int, running: int, waiting: int, kv_usage: float, waiting_tokens: int = 0
+    ) -> None:
         """Take in the load after a step, or after requests have left."""
         self._counted = dict(self._taken)
-        self._last = steps, running, waiting, kv_usage
+        self._last = steps, running, waiting, kv_usage, waiting_tokens
         self.version += 1
 
     def frame(self, client: int) -> bytes:

@@ -3,7 +3,7 @@
 Each node has a KV store, and so has what any of its replicas was sent. Of a prompt, a node computes
 what it does not have; or the node that has most sends what it has more, and what nobody has is
 computed. The less of the two counts, as tokens that the replica could compute in that time, so that
-:mod:`.prefix_aware` weighs them against loads.
+:mod:`.prefix_aware` weighs them against loads. What a replica itself was not sent, it loads.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def tokens_to_compute(
     s_per_token: Floats,
     token_bytes: float,
     links: KvLinks,
+    load_share: float = 0.0,
 ) -> Floats:
     """What each candidate would compute of a prompt, or fetch in the time of so many tokens.
 
@@ -59,6 +60,7 @@ def tokens_to_compute(
             nothing is fetched.
         token_bytes: KV of a token.
         links: between the nodes.
+        load_share: of the time to compute a token, what it takes to load it from the node's store.
     """
     held = np.zeros(len(links.setup_s), np.int64)
     np.maximum.at(held, nodes, np.minimum(has, prompt_tokens))
@@ -74,5 +76,6 @@ def tokens_to_compute(
             axis=1,
         )[nodes]
         fetched = fetch_s / s_per_token + (prompt_tokens - most)
-    fetches = (own < most) & np.isfinite(fetched)
-    return np.where(fetches, np.minimum(computed, fetched), computed)
+    fetches = (own < most) & np.isfinite(fetched) & (fetched < computed)
+    loaded = load_share * (np.where(fetches, most, own) - np.minimum(has, own))
+    return np.where(fetches, fetched, computed) + loaded

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from loomserve.routers.base import Candidates, Choice, least
+from loomserve.routers.base import Candidates, Choice
 from loomserve.routers.policy import RoutedRequest, RoutingPolicy
 
 
@@ -20,14 +18,11 @@ def pick(candidates: Candidates, *, load_limit: float) -> Choice:
     the limit only if none is known. Above the limit all compete by queue length, so a new replica
     relieves full ones at once, and a dead one gathers no more than the others have queued.
     """
-    utilisation, queue_length = candidates.utilisation, candidates.queue_length
-    ranked = utilisation
-    if candidates.some_unknown:
-        ranked = np.where(candidates.known, utilisation, np.inf)
-    place = least(ranked, queue_length)
-    if utilisation[place] < load_limit:
-        return Choice(place, "least_loaded")
-    return Choice(least(queue_length, utilisation), "shortest_queue")
+    utilisation, _, row = next(candidates.by_load())
+    if utilisation < load_limit:
+        return Choice(candidates.place(row), "least_loaded")
+    *_, row = next(candidates.by_queue())
+    return Choice(candidates.place(row), "shortest_queue")
 
 
 class LoadAware(RoutingPolicy):

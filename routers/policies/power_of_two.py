@@ -11,7 +11,8 @@ from loomserve.routers.policy import RoutedRequest, RoutingPolicy
 def pick(candidates: Candidates, *, rng: random.Random) -> Choice:
     """Of two different random replicas, the one with the shorter queue; a tie falls to chance."""
     two = rng.sample(range(len(candidates)), k=min(2, len(candidates)))
-    return Choice(min(two, key=candidates.queue_length.__getitem__), "power_of_two")
+    queues = candidates.columns.queue_length
+    return Choice(min(two, key=lambda at: queues[candidates.row(at)]), "power_of_two")
 
 
 class PowerOfTwo(RoutingPolicy):

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.simulated]
 PAGES = {
     "fleet": ("Fleet", "core1"),
     "models": ("Models", HOT),
-    f"models/{HOT}": (HOT, "load_aware"),
+    f"models/{HOT}": (HOT, "prefix_aware"),
     "chat": ("Chat", "Message"),
     "requests": ("Requests", "In engines"),
     "plans": ("Plans", "Loads of devices"),

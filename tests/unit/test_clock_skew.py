@@ -67,12 +67,12 @@ def test_a_gateway_adds_what_it_has_sent_since_the_measurement_and_nothing_twice
     skew_s: float,
 ) -> None:
     ledger = InFlight()
-    RoutingTicket(ledger, prompt_tokens=100).book(Replica("r"))
+    RoutingTicket(ledger, prompt_tokens=100).book(Replica("r"), time.monotonic())
     time.sleep(0.01)
     table = asked(skew_s, 0.0, ledger)
     assert table.replica(0).queue_length == 3, "the first is among the three"
     time.sleep(0.01)
-    RoutingTicket(ledger, prompt_tokens=100).book(Replica("r"))
+    RoutingTicket(ledger, prompt_tokens=100).book(Replica("r"), time.monotonic())
     assert table.replica(0).queue_length == 4
     (utilisation,) = table.candidates(exclude=NOBODY, now=time.monotonic()).utilisation
     assert utilisation == pytest.approx(4 / 4 + 0.5 + 0.1)

@@ -70,14 +70,14 @@ def test_a_deadline_stays_as_far_away_as_its_client_said(step: Step) -> None:
 def test_a_load_report_is_as_old_as_it_is(step: Step) -> None:
     ledger, meter = InFlight(), CoreMeter()
     earlier, later, last = (RoutingTicket(ledger) for _ in range(3))
-    earlier.book(Replica("r1"))
+    earlier.book(Replica("r1"), time.monotonic())
     stats = RoutingStats(
         load=meter.read(), max_running=4, kv_capacity_tokens=None, draining=False,
         role=Role.UNIFIED,
         told_at=0.0,
     )  # fmt: skip
     step()
-    later.book(Replica("r1"))
+    later.book(Replica("r1"), time.monotonic())
     sent = RoutingStats.model_validate(stats.model_dump(mode="json"))
     table = reported(ledger, {"r1": sent})
     chooser = ReplicaChooser("m", "load_aware", table, load_limit=1.6)

@@ -52,6 +52,8 @@ class CoreMeter:
         """``most_running``: requests that a step of a GPU may have; None: this is no GPU."""
         self.asleep = False
         """Whether the engine sleeps."""
+        self.waiting_tokens = 0
+        """Tokens for which requests in the queue have no KV memory yet; whoever steps counts."""
         self._lock = threading.Lock()
         self._turnaround = Turnaround()
         self._metrics = ScheduledRequestMetrics()
@@ -119,6 +121,7 @@ class CoreMeter:
             return ReplicaLoad(
                 running=self._running,
                 waiting=self._waiting,
+                waiting_tokens=self.waiting_tokens,
                 kv_cache_usage=self._kv_cache_usage,
                 step_time_s=self._step_time_s,
                 oldest_waiting_s=self._turnaround.oldest_waiting_s(now),

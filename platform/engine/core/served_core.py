@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -247,7 +248,18 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
     def _measure(self) -> None:
         scheduler = self.scheduler
         running, waiting = scheduler.get_request_counts()
-        self.loads.measured(self.steps, running, waiting, scheduler.get_kv_cache_usage())
+        self.meter.waiting_tokens = tokens = self._waiting_tokens() if waiting else 0
+        usage = scheduler.get_kv_cache_usage()
+        self.loads.measured(self.steps, running, waiting, usage, tokens)
+
+    def _waiting_tokens(self) -> int:
+        """Tokens for which requests wait for KV memory, as far as these would fill all of it."""
+        cache, total = self.vllm_config.cache_config, 0
+        for request in chain(self.scheduler.waiting, self.scheduler.skipped_waiting):
+            total += request.num_tokens - request.num_computed_tokens
+            if total >= (cache.num_gpu_blocks or 0) * cache.block_size:
+                break
+        return total
 
     def facts(self) -> EngineFacts:
         config = self.vllm_config

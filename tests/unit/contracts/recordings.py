@@ -26,7 +26,7 @@ _OTHERWISE_EACH_TIME = {
     "in_progress_at", "cancelled_at", "cancelling_at", "measured_at", "at", "uptime_s", "age_s",
     "idle_s", "ended", "from", "to", "memory_bytes", "step_time_s", "kv_cache_usage",
     "oldest_waiting_s", "attention_s", "linear_s", "prefill_s", "weighted_turnaround",
-    "requests", "tokens", "running", "waiting", "in_flight",
+    "requests", "tokens", "running", "waiting", "waiting_tokens", "in_flight",
     "vllm", "ray", "python", "loomserve", "eta_s", "device_seconds",
 }  # fmt: skip
 """Names of fields with clocks, processes, versions, or what a replica said at some moment."""

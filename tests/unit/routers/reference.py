@@ -6,11 +6,14 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import Role
 from loomserve.routers.base import Decision
 from loomserve.routers.in_flight import NOTHING, Assigned, InFlight
 from loomserve.routers.policies.prefix_aware import PREFILL_WEIGHT
+from loomserve.routers.prefix_index import Held
 from loomserve.routers.snapshot import RoutingStats
 
 
@@ -63,7 +66,8 @@ class ReplicaSeen:
             return measured
         tokens = self.assigned.tokens
         if self.load is not None:
-            tokens -= self.assigned_when_measured.tokens
+            # Those that wait at the engine have no memory yet.
+            tokens += self.load.waiting_tokens - self.assigned_when_measured.tokens
         return min(1.0, max(0.0, measured + tokens / self.kv_capacity_tokens))
 
 
@@ -156,10 +160,10 @@ def prefix_aware(
 ) -> Decision:
 
     def cost(replica: ReplicaSeen) -> float:
-        missing = 1 - matched.get(replica.id, 0) / max(1, blocks)
+        missing = (1 - matched.get(replica.id, 0) / max(1, blocks)) * prompt_tokens
         # Of unknown capacity, as if the prompt filled it.
         capacity = replica.kv_capacity_tokens or max(1, prompt_tokens)
-        return replica.utilisation + PREFILL_WEIGHT * missing * prompt_tokens / capacity
+        return replica.utilisation + PREFILL_WEIGHT * missing / capacity
 
     known = [replica for replica in replicas if replica.load is not None] or replicas
     cheapest = min(known, key=lambda r: (cost(r), r.utilisation, r.queue_length, r.id))
@@ -178,3 +182,14 @@ def matched_blocks(keys: Sequence[int], sent: Mapping[str, Collection[int]]) -> 
         if blocks:
             found[replica_id] = blocks
     return found
+
+
+def held(matched: Mapping[str, int], ids: Sequence[str]) -> Held | None:
+    """What the index tells of replicas, in the order of their rows, that have so many blocks."""
+    levels = []
+    for blocks in sorted({*matched.values()} - {0}, reverse=True):
+        rows = [row for row, id_ in enumerate(ids) if matched.get(id_, 0) >= blocks]
+        # Slots are in no order of rows.
+        levels.append((blocks, sum(1 << len(ids) - row for row in rows)))
+    slots = np.array([len(ids) - row for row in range(len(ids))], np.int64)
+    return Held(levels, slots, len(ids) + 1) if levels else None

@@ -174,8 +174,8 @@ def test_before_the_first_measurement_only_the_ledger_counts(stats: RoutingStats
 def test_a_request_of_several_sequences_counts_as_several() -> None:
     ledger = InFlight()
     with RoutingTicket(ledger, prompt_tokens=10, output_tokens=20, sequences=4) as ticket:
-        ticket.book(Replica("a"))
+        ticket.book(Replica("a"), 1.0)
         assert ledger.of("a") == Assigned(4, 90)
-        ticket.book(Replica("b"))
+        ticket.book(Replica("b"), 2.0)
         assert (ledger.of("a"), ledger.of("b")) == (NOTHING, Assigned(4, 90))
     assert ledger.of("b") == NOTHING

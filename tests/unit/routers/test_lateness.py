@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,7 +39,7 @@ def replica(
         (replica(2, waiting=1), 8.0),
         (replica(0, waiting=1), 0.0),
         # Sent since the measurement.
-        (replace(replica(0), queue_length=4), 2.0),
+        (replica(0)._replace(queue_length=4), 2.0),
     ],
 )
 def test_a_request_waits_for_those_before_it_and_then_takes_its_own_time(

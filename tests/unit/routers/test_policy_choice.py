@@ -171,18 +171,23 @@ def test_what_a_replica_was_sent_is_forgotten_when_it_is_gone_or_its_cache_is_fu
     assert sender.reasons()["prefix"] == 0
 
     index = sender.ledger.prefixes("m")
-    sender.report(a=stats(capacity=3 * BLOCK_TOKENS))
-    sender.send(STORY)
+    sender.report(a=stats(capacity=3 * BLOCK_TOKENS), c=stats())
+    sender.send(STORY, pinned_to="a")
     assert index.sizes() == {"a": 3}
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "prefix_aware"])
-def test_policies_that_do_not_look_at_prompts_hash_none(policy: RoutingPolicy) -> None:
+@pytest.mark.parametrize(
+    ("policy", "replicas"),
+    [*((policy, "ab") for policy in POLICIES if policy != "prefix_aware"), ("prefix_aware", "a")],
+)
+def test_prompts_are_hashed_only_to_compare_replicas_by_them(
+    policy: RoutingPolicy, replicas: str
+) -> None:
     def fail() -> tuple[int, ...]:
         raise AssertionError("hashed in vain")
 
     ledger = InFlight()
-    table = reported(ledger, {"a": stats(), "b": stats()})
+    table = reported(ledger, {id_: stats() for id_ in replicas})
     with RoutingTicket(ledger, hash_prompt=fail) as ticket:
         assert chooser(table, policy).decide(ticket) is not None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,7 +31,15 @@ def matched(
     ids: tuple[str, ...] = IDS,
 ) -> list[int]:
     found = index.match(keys(prompt, salt), ids)
-    return [0] * len(ids) if found is None else found.tolist()
+    if found is None:
+        return [0] * len(ids)
+    blocks = [found.blocks(row) for row in range(len(ids))]
+    assert found.column(np.arange(len(ids))).tolist() == blocks
+    for level, most in enumerate(found.levels):
+        assert [blocks[row] >= most for row in range(len(ids))] == [
+            row in found.rows(level) for row in range(len(ids))
+        ]
+    return blocks
 
 
 @given(st.lists(st.tuples(REPLICAS, PROMPTS, SALTS), max_size=30), PROMPTS, SALTS)

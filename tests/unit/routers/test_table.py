@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from typing import Any
 
-import numpy as np
 import pytest
 
 from loomserve.platform.state import ReplicaLoad
@@ -52,6 +52,7 @@ class Scene:
             load = ReplicaLoad(
                 running=rng.randrange(3),
                 waiting=rng.choice([0, 0, 1, 30]),
+                waiting_tokens=rng.choice([0, 200, 5_000]),
                 kv_cache_usage=rng.choice([0.0, 0.5, rng.random(), 1.0]),
                 step_time_s=0.1,
                 measured_at=self.now - rng.choice([0.0, 0.2, 3.0, STALE_S, 11.0]),
@@ -109,7 +110,11 @@ class Scene:
         return Decision(self.table.ids[candidates.rows[choice.place]], choice.reason)
 
 
-@pytest.mark.parametrize("most", [3, 8, 40])
+def missing_of(blocks: int, prompt: int, has: Any) -> Any:
+    return (1 - has / blocks) * prompt
+
+
+@pytest.mark.parametrize("most", [3, 8, 40, 200])
 def test_ten_thousand_decisions_are_those_of_the_rules(most: int) -> None:
     scene, rng = Scene(most, most), random.Random(0)
     reasons = set()
@@ -121,8 +126,8 @@ def test_ten_thousand_decisions_are_those_of_the_rules(most: int) -> None:
         limit, prompt, blocks = rng.choice([0.5, 1.6]), rng.choice([1, 300, 1_500]), 8
         matched = {id_: rng.choice([0, 0, 5, 8]) for id_ in ids} if case % 3 else {}
         seen = scene.seen(exclude, pinned_to)
-        column = np.array([matched.get(each.id, 0) for each in seen])
-        missing = (1 - column / blocks) * prompt if matched else None
+        held = reference.held(matched, scene.table.ids)
+        missing = partial(missing_of, blocks, prompt)
         of_prefixes = {"prompt_tokens": prompt, "load_limit": limit}
         for by_rule, pick in (
             (
@@ -131,7 +136,7 @@ def test_ten_thousand_decisions_are_those_of_the_rules(most: int) -> None:
             ),
             (
                 partial(reference.prefix_aware, matched=matched, blocks=blocks, **of_prefixes),
-                partial(prefix_aware.pick, missing=missing, **of_prefixes),
+                partial(prefix_aware.pick, held=held, missing=missing, **of_prefixes),
             ),
             (
                 partial(reference.round_robin, turn=case),

@@ -7,7 +7,7 @@ from loomserve.platform.state.load_report import LoadBook, LoadReport, read_load
 
 
 def test_a_frame_says_what_was_put_into_it() -> None:
-    load = LoadReport(steps=2**40, counted=3, running=64, waiting=1000, kv_usage=0.25)
+    load = LoadReport(2**40, 3, running=64, waiting=1000, kv_usage=0.25, waiting_tokens=2**33)
     assert read_load_report(load.frame()) == load
     assert read_load_report(memoryview(load.frame())) == load
 
@@ -31,8 +31,8 @@ def test_a_load_counts_the_receivers_requests_as_of_its_step() -> None:
     assert read_load_report(book.frame(1)) == LoadReport(7, 2, 3, 0, 0.5)
     assert read_load_report(book.frame(2)) == LoadReport(7, 1, 3, 0, 0.5)
     assert read_load_report(book.frame(3)) == LoadReport(7, 0, 3, 0, 0.5)
-    book.measured(steps=8, running=4, waiting=0, kv_usage=0.5)
-    assert read_load_report(book.frame(2)) == LoadReport(8, 2, 4, 0, 0.5)
+    book.measured(steps=8, running=4, waiting=1, kv_usage=0.5, waiting_tokens=70)
+    assert read_load_report(book.frame(2)) == LoadReport(8, 2, 4, 1, 0.5, 70)
 
 
 def test_a_request_that_is_refused_is_not_awaited() -> None:

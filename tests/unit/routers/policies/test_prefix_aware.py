@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +15,7 @@ from loomserve.routers.in_flight import Assigned
 from loomserve.routers.policies import load_aware, prefix_aware
 from tests.unit.routers.policies.fleets import LIMIT, fleets, load, picked, raised, replica
 from tests.unit.routers.reference import ReplicaSeen as Replica
+from tests.unit.routers.reference import held
 
 LOAD_AWARE = partial(load_aware.pick, load_limit=LIMIT)
 BLOCKS = 10
@@ -23,12 +23,12 @@ PROMPT = 100  # of 1,000 tokens of KV cache: computing all of it costs 0.4
 
 
 def pick(fleet: list[Replica], matched: dict[str, int], prompt: int = PROMPT) -> Decision:
-    column = np.array([matched.get(id_, 0) for id_ in sorted(one.id for one in fleet)])
     return picked(
         fleet,
         partial(
             prefix_aware.pick,
-            missing=(1 - column / BLOCKS) * prompt if matched else None,
+            held=held(matched, sorted(one.id for one in fleet)),
+            missing=lambda has: (1 - has / BLOCKS) * prompt,
             prompt_tokens=prompt,
             load_limit=LIMIT,
         ),
