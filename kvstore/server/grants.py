@@ -86,7 +86,7 @@ class Reservation:
     """Slots for blocks ``[first, first + len(slots))`` of a chain, at least one.
 
     ``lease`` holds what the chain has in memory before them (0: nothing): were it evicted to make
-    this very room, the new blocks would be of no use.
+    this very room, the new blocks would be of no use. They are published with the ``generation``.
     """
 
     namespace: bytes
@@ -94,6 +94,7 @@ class Reservation:
     first: int
     slots: list[int]
     lease: int
+    generation: int = 0
 
     def block_keys(self) -> list[bytes]:
         return [key_at(self.keys, self.first + at) for at in range(len(self.slots))]
@@ -102,6 +103,7 @@ class Reservation:
 class _Write(NamedTuple):
     reservation: Reservation
     expires_at: float
+    pid: int
 
 
 class Writers:
@@ -114,10 +116,14 @@ class Writers:
     def __len__(self) -> int:
         return len(self._writes)
 
-    def begin(self, reservation: Reservation, now: float) -> int:
-        """Give the reserved slots to a writer, for ``WRITE_S`` seconds; returns its id."""
+    def begin(self, reservation: Reservation, now: float, pid: int = 0) -> int:
+        """Give the reserved slots to a writer, for ``WRITE_S`` seconds; returns its id.
+
+        A process that can be seen now ends the write with itself.
+        """
         writer = _new_id()
-        self._writes[writer] = _Write(reservation, now + WRITE_S)
+        seen = pid if pid and psutil.pid_exists(pid) else 0
+        self._writes[writer] = _Write(reservation, now + WRITE_S, seen)
         self._being_written[reservation.namespace].update(reservation.block_keys())
         return writer
 
@@ -130,10 +136,18 @@ class Writers:
         self._being_written[reservation.namespace].difference_update(reservation.block_keys())
         return reservation
 
+    def end_dead(self) -> list[Reservation]:
+        """End the writes whose processes have ended, and return what they had reserved."""
+        pids = {write.pid for write in self._writes.values()} - {0}
+        gone = {pid for pid in pids if not psutil.pid_exists(pid)}
+        return self._end([id_ for id_, write in self._writes.items() if write.pid in gone])
+
     def end_expired(self, now: float) -> list[Reservation]:
-        """End the writers whose time is up, and return what they had reserved."""
-        late = [id_ for id_, write in self._writes.items() if write.expires_at <= now]
-        ended = [self.end(id_) for id_ in late]
+        """End the writes whose time is up, which may go on; returns what they had reserved."""
+        return self._end([id_ for id_, write in self._writes.items() if write.expires_at <= now])
+
+    def _end(self, writers: Iterable[int]) -> list[Reservation]:
+        ended = [self.end(id_) for id_ in writers]
         return [reservation for reservation in ended if reservation is not None]
 
     def first_unwritten(self, namespace: bytes, keys: bytes, first: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,7 @@ class MemoryTier:
         self._quotas = quotas
         # By their first slots.
         self._reserved: dict[int, Reservation] = {}
+        self._generations = itertools.count()
 
     def rebuild(self, ssd: SsdTier | None, now: float) -> None:
         """Put every block whose ancestors are all there into the empty index; free other slots."""
@@ -73,7 +75,8 @@ class MemoryTier:
         if not slots:
             self.leases.release([lease])
             return None
-        reservation = Reservation(namespace, keys, first, slots, lease)
+        generation = 1 + next(self._generations) % (2**32 - 1)
+        reservation = Reservation(namespace, keys, first, slots, lease, generation)
         self._reserved[slots[0]] = reservation
         return reservation
 
@@ -87,7 +90,10 @@ class MemoryTier:
             self._publish(reservation, whole, now, recompute_s)
         self.arena.free(reservation.slots[blocks:])
 
-    def cancel(self, reservation: Reservation) -> None:
+    def cancel(self, reservation: Reservation, *, ended: bool = True) -> None:
+        """``ended``: nobody writes to its slots any more."""
+        if not ended:
+            self.arena.distrust(reservation.slots)
         del self._reserved[reservation.slots[0]]
         self.arena.free(reservation.slots)
         self.leases.release([reservation.lease])
@@ -147,7 +153,8 @@ class MemoryTier:
         unneeded = set(self.index.insert(namespace, keys, first, slots, now, recompute_s))
         for position, slot in enumerate(slots, first):
             if slot not in unneeded:
-                self.arena.publish(slot, header_at(namespace, keys, position))
+                header = header_at(namespace, keys, position)
+                self.arena.publish(slot, header, reservation.generation)
         self.arena.free(unneeded)
 
     def _allocate(self, namespace: bytes, blocks: int) -> list[int]:

@@ -82,7 +82,8 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
     """Asks for slots for the chain's blocks that are not in memory and that no engine is writing.
 
     It also declares the layout of the namespace's blocks, ``layers`` pieces of ``layer_bytes``
-    each, and the name of the model for figures and quotas.
+    each, and the name of the model for figures and quotas. ``pid`` is the process on this machine
+    with which the write ends, if it ends first; 0: none.
     """
 
     namespace: Namespace
@@ -90,14 +91,19 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
     model: ModelName
     layers: Size
     layer_bytes: Size
+    pid: Pid = 0
 
 
 class Reserved(msgspec.Struct, tag=True, frozen=True):
-    """Slots for blocks ``[first, first + len(slots))``: fewer than asked if there is no room."""
+    """Slots for blocks ``[first, first + len(slots))``: fewer than asked if there is no room.
+
+    Their headers will have the ``generation``, by which the writer knows its own blocks again.
+    """
 
     first: int
     slots: bytes
     writer: int
+    generation: int = 0
 
 
 class Commit(msgspec.Struct, tag=True, frozen=True):

@@ -121,8 +121,10 @@ class BlockStore:
     def tick(self, now: float) -> None:
         """Take in what threads finished, end what expired, and write behind."""
         self.memory.leases.expire(now)
-        for reservation in self._writers.end_expired(now):
+        for reservation in self._writers.end_dead():
             self.memory.cancel(reservation)
+        for reservation in self._writers.end_expired(now):
+            self.memory.cancel(reservation, ended=False)
         for copies in self._copies:
             copies.take_in(now)
         if self._write_behind is not None:
@@ -197,8 +199,9 @@ class BlockStore:
         reservation = self.memory.reserve(namespace, keys, in_memory, first, blocks, now)
         if reservation is None:
             return Reserved(first, b"", 0)
-        writer = self._writers.begin(reservation, now)
-        return Reserved(first, encode_slots(reservation.slots), writer)
+        writer = self._writers.begin(reservation, now, request.pid)
+        slots = encode_slots(reservation.slots)
+        return Reserved(first, slots, writer, reservation.generation)
 
     def _commit(self, request: Commit, now: float) -> Reply:
         reservation = self._writers.end(request.writer)

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loomserve.kvstore.storage.checksum import (
-    HEADER,
+    HEADER_BYTES,
     PAGE,
     SEAL_BYTES,
     BlockHeader,
@@ -46,7 +46,7 @@ MAGIC = b"LoomKVar"
 VERSION = 1
 
 _SUPERBLOCK = struct.Struct("<8sQQQ")
-_HEADER_BYTES = HEADER.size + SEAL_BYTES
+_SEALED_BYTES = HEADER_BYTES + SEAL_BYTES
 
 
 class Arena:
@@ -58,6 +58,9 @@ class Arena:
         self.extent_bytes = extent_bytes
         self._mapping = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
         self._data = self._mapping[_data_offset(extents) :]
+        self.checked: dict[int, bytes] = {}
+        """Sealed headers, by slot, of blocks that this process has checked or written. Where a slot
+        still has the same header, they need no other check."""
 
     @classmethod
     def attach(cls, path: Path) -> Self:
@@ -86,6 +89,12 @@ class Arena:
         """View of the slot's bytes, ``[slot_bytes]``, page-aligned."""
         return self._data[slot * PAGE : slot * PAGE + slot_bytes]
 
+    def header(self, slot: int, slot_bytes: int) -> bytes:
+        """Sealed header of a slot, as it is now: empty or torn while nothing is published there."""
+        number = slot * PAGE // self.extent_bytes
+        slots = self._slots(number, slot_bytes)
+        return self._header_at(number, (slot - slots.start) // slots.step).tobytes()
+
     def runs(self, slots: Iterable[int], slot_bytes: int) -> list[memoryview]:
         """Views of the slots' bytes in their order, one for slots that lie one after the other."""
         pages = slot_bytes // PAGE
@@ -96,6 +105,21 @@ class Arena:
             else:
                 bounds.append([slot, slot + pages])
         return [self._data[begin * PAGE : end * PAGE].data for begin, end in bounds]
+
+    def _slots(self, number: int, slot_bytes: int) -> range:
+        """Slots of this size in extent ``number``; empty if the size is impossible."""
+        if slot_bytes <= 0 or slot_bytes % PAGE:
+            return range(0)
+        count = self.extent_bytes // (slot_bytes + _SEALED_BYTES)
+        while round_up(count * _SEALED_BYTES, PAGE) + count * slot_bytes > self.extent_bytes:
+            count -= 1
+        start = number * self.extent_bytes + round_up(count * _SEALED_BYTES, PAGE)
+        first, step = start // PAGE, slot_bytes // PAGE
+        return range(first, first + count * step, step)
+
+    def _header_at(self, number: int, index: int) -> NDArray[np.uint8]:
+        start = number * self.extent_bytes + index * _SEALED_BYTES
+        return self._data[start : start + _SEALED_BYTES]
 
 
 class ClassUsage(NamedTuple):
@@ -144,6 +168,8 @@ class ArenaOwner(Arena):
         self._pool: list[int] = []
         self._extents: dict[int, _Extent] = {}
         self._with_free: defaultdict[int, dict[int, _Extent]] = defaultdict(dict)
+        # Extents into which a writer that was given up may still write.
+        self._distrusted: set[int] = set()
         # The lowest extent is handed out first.
         for extent in reversed(range(extents)):
             self._recover(extent)
@@ -185,12 +211,15 @@ class ArenaOwner(Arena):
     def reopen(cls, path: Path) -> Self:
         """Take over the arena of a store that died: published slots stay allocated, others do not.
 
+        Nobody knows who still writes to those others.
+
         Raises ``StartError`` if there is none, its owner lives, or it is of another version.
         """
         with ExitStack() as failed:
             file = failed.enter_context(_open(path))
             _claim(path, file)
             arena = cls(path, file)
+            arena._distrusted.update(range(arena.capacity_bytes // arena.extent_bytes))
             failed.pop_all()
         return arena
 
@@ -225,9 +254,20 @@ class ArenaOwner(Arena):
                 self._classes[extent.number] = 0
                 self._pool.append(extent.number)
 
-    def publish(self, slot: int, header: BlockHeader) -> None:
-        """Record that the slot holds this whole block; ``ValueError`` if it is not allocated."""
-        self._header(slot)[:] = np.frombuffer(seal(HEADER.pack(*header), slot), np.uint8)
+    def distrust(self, slots: Iterable[int]) -> None:
+        """Have readers check whatever comes where these slots are, each time: their writer may not
+        have ended."""
+        self._distrusted.update(slot * PAGE // self.extent_bytes for slot in slots)
+
+    def publish(self, slot: int, header: BlockHeader, generation: int = 0) -> None:
+        """Record that the slot holds this whole block; ``ValueError`` if it is not allocated.
+
+        No other block of the slot has the same ``generation``, but 0: readers check that each time.
+        """
+        record = self._header(slot)
+        if slot * PAGE // self.extent_bytes in self._distrusted:
+            generation = 0
+        record[:] = np.frombuffer(seal(header.packed(generation), slot), np.uint8)
 
     def retract(self, slot: int) -> None:
         """Record that the slot holds no block, before its bytes change or when they proved bad; it
@@ -240,7 +280,7 @@ class ArenaOwner(Arena):
             for slot in extent.taken:
                 body = unseal(self._header(slot).tobytes(), slot)
                 if body is not None:
-                    yield slot, BlockHeader(*HEADER.unpack(body))
+                    yield slot, BlockHeader.unpacked(body)
 
     def slot_bytes(self, slot: int) -> int:
         return self._extent(slot).slot_bytes
@@ -305,17 +345,6 @@ class ArenaOwner(Arena):
         self._with_free[slot_bytes][number] = extent
         return True
 
-    def _slots(self, number: int, slot_bytes: int) -> range:
-        """Slots of this size in extent ``number``; empty if the size is impossible."""
-        if slot_bytes <= 0 or slot_bytes % PAGE:
-            return range(0)
-        count = self.extent_bytes // (slot_bytes + _HEADER_BYTES)
-        while round_up(count * _HEADER_BYTES, PAGE) + count * slot_bytes > self.extent_bytes:
-            count -= 1
-        start = number * self.extent_bytes + round_up(count * _HEADER_BYTES, PAGE)
-        first, step = start // PAGE, slot_bytes // PAGE
-        return range(first, first + count * step, step)
-
     def _extent(self, slot: int) -> _Extent:
         extent = self._extents.get(slot * PAGE // self.extent_bytes)
         if extent is None or slot not in extent.taken:
@@ -325,10 +354,6 @@ class ArenaOwner(Arena):
     def _header(self, slot: int) -> NDArray[np.uint8]:
         extent = self._extent(slot)
         return self._header_at(extent.number, extent.slots.index(slot))
-
-    def _header_at(self, number: int, index: int) -> NDArray[np.uint8]:
-        start = number * self.extent_bytes + index * _HEADER_BYTES
-        return self._data[start : start + _HEADER_BYTES]
 
 
 def _data_offset(extents: int) -> int:

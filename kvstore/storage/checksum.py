@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +31,22 @@ class BlockHeader(NamedTuple):
     depth: int
     """Blocks before it in its chain, below 2**32."""
 
+    def packed(self, generation: int = 0) -> bytes:
+        """Encode it in ``HEADER_BYTES``, with a number of 32 bits of who wrote the block when."""
+        return _HEADER.pack(*self, generation)
 
-HEADER = struct.Struct("<16s16s16sI4x")
-"""Encodes the fields of a ``BlockHeader`` in 56 bytes."""
+    @classmethod
+    def unpacked(cls, body: bytes) -> Self:
+        return cls(*_HEADER.unpack(body)[:-1])
+
+
+_HEADER = struct.Struct("<16s16s16sII")
+HEADER_BYTES = _HEADER.size
+
+
+def is_trusted(header: bytes) -> bool:
+    """Whether what was checked under this header, sealed or not, stays as it is."""
+    return any(header[HEADER_BYTES - 4 : HEADER_BYTES])
 
 
 def seal(body: bytes, seed: int) -> bytes:

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from loomserve.kvstore.storage.checksum import (
-    HEADER,
+    HEADER_BYTES,
     PAGE,
     SEAL_BYTES,
     BlockHeader,
@@ -53,7 +53,7 @@ VERSION = 1
 
 _SETTING = "kvstore.ssd_path"
 _SEGMENT_NAME = re.compile(r"segment-(\d{10})\.kv", re.ASCII)
-_RECORD = struct.Struct(f"<{HEADER.size}sQQ")
+_RECORD = struct.Struct(f"<{HEADER_BYTES}sQQ")
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class _Record(NamedTuple):
     digest: int
 
     def pack(self, location: int) -> bytes:
-        body = _RECORD.pack(HEADER.pack(*self.header), self.slot_bytes, self.digest)
+        body = _RECORD.pack(self.header.packed(), self.slot_bytes, self.digest)
         return seal(body, location)
 
     @classmethod
@@ -87,7 +87,7 @@ class _Record(NamedTuple):
         if body is None:
             return None
         header, slot_bytes, digest = _RECORD.unpack(body)
-        return cls(BlockHeader(*HEADER.unpack(header)), slot_bytes, digest)
+        return cls(BlockHeader.unpacked(header), slot_bytes, digest)
 
 
 class _Segment:

@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 
 from loomserve.kvstore.engine.transfers.transfer import BlockRun, Load, TransferThread, layer_bytes
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.protocol import Release
-from loomserve.kvstore.storage.checksum import layer_digest
+from loomserve.kvstore.storage.checksum import is_trusted, layer_digest
 from loomserve.kvstore.wire import Corrupt
 
 _logger = logging.getLogger(__name__)
@@ -23,13 +24,16 @@ class LoadStep:
     """State of a step's loads: of each its own, since the next may begin before it ends.
 
     ``mark`` is the forward pass's position at the start: until it, other requests may use the
-    blocks.
+    blocks. ``headers`` are slot and header of each block as they were then; blocks in ``checked``
+    have been checked since they were written.
     """
 
     loaded: list[threading.Event]
     mark: object
     ahead: threading.Event = field(default_factory=threading.Event)
     failed: set[int] = field(default_factory=set)
+    headers: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    checked: set[int] = field(default_factory=set)
 
 
 class Loader(TransferThread):
@@ -69,13 +73,17 @@ class Loader(TransferThread):
             ahead: list[BlockRun] = []
             copies = self._copies([run for load in loads for run in self._split(load, ahead)])
             copies_ahead = self._copies(ahead)
+            for run in chain.from_iterable((*copies_ahead, *copies)):
+                self._note_headers(run, step)
             with self._stream:
                 self._stream.wait(step.mark)
                 for layer in range(self.memory.layers):
-                    step.failed.update(self._load_layer(layer, copies_ahead))
+                    self._load_layer(layer, copies_ahead, step)
                 step.ahead.set()
                 for layer, event in enumerate(step.loaded):
-                    step.failed.update(self._load_layer(layer, copies))
+                    self._load_layer(layer, copies, step)
+                    if event is step.loaded[-1]:
+                        self._compare_headers(step)
                     event.set()
         except Exception:
             _logger.exception("loading KV blocks failed; they are computed instead")
@@ -93,16 +101,34 @@ class Loader(TransferThread):
         keys = keys[rest * KEY_BYTES :]
         ahead += self._runs(load.namespace, keys, load.slots[rest:], load.blocks[rest:])
 
-    def _load_layer(self, layer: int, copies: Sequence[Sequence[BlockRun]]) -> list[int]:
+    def _note_headers(self, run: BlockRun, step: LoadStep) -> None:
+        for block, (slot, key) in enumerate(zip(run.slots, run.keys, strict=True), run.first):
+            header = self._arena.header(slot, self._layout.slot_bytes)
+            if header.startswith(run.namespace + key):
+                step.headers[block] = slot, header
+                if self._arena.checked.get(slot) == header:
+                    step.checked.add(block)
+
+    def _compare_headers(self, step: LoadStep) -> None:
+        """Fail blocks that were not checked and whose slots were given to others meanwhile.
+
+        What was checked, and still is there, needs no check the next time.
+        """
+        for block, (slot, header) in step.headers.items():
+            if self._arena.header(slot, self._layout.slot_bytes) != header:
+                step.failed.update({block} & step.checked)
+            elif block not in step.failed and is_trusted(header):
+                self._arena.checked[slot] = header
+
+    def _load_layer(self, layer: int, copies: Sequence[Sequence[BlockRun]], step: LoadStep) -> None:
         begin = time.perf_counter()
-        failed: list[int] = []
         for runs in copies:
             self.memory.from_host(layer, [run.of(layer) for run in runs])
             self._stream.settle()
             for run in runs:
-                failed += self._wrong(layer, run)
+                if not step.checked.issuperset(range(run.first, run.first + len(run.slots))):
+                    step.failed.update(self._wrong(layer, run))
         self._count(layer_bytes(layer, copies), time.perf_counter() - begin)
-        return failed
 
     def _wrong(self, layer: int, run: BlockRun) -> Iterator[int]:
         """The engine's blocks whose bytes of the layer do not match their checksum.
@@ -110,7 +136,7 @@ class Loader(TransferThread):
         The check follows the copy, so it notices a slot that was given to others before or
         meanwhile. It is of the engine's own bytes, if the CPU can read them.
         """
-        own = self.memory.on_host(layer, run.first, len(run.seeds))
+        own = self.memory.on_host(layer, run.first, len(run.slots))
         pieces = run.pieces[:, layer] if own is None else own
         sealed = run.checksums[:, layer].tolist()
         for block, (piece, checksum, block_seed) in enumerate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from loomserve.kvstore.engine.transfers.transfer import (
     layer_bytes,
 )
 from loomserve.kvstore.index.radix import KEY_BYTES
+from loomserve.kvstore.index.recovery import header_at
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient, StoreRefusedError
 from loomserve.kvstore.server.protocol import (
     WRITE_S,
@@ -29,7 +31,7 @@ from loomserve.kvstore.server.protocol import (
     decode_slots,
 )
 from loomserve.kvstore.storage.arena import Arena
-from loomserve.kvstore.storage.checksum import layer_digest
+from loomserve.kvstore.storage.checksum import layer_digest, seal
 
 _logger = logging.getLogger(__name__)
 
@@ -167,7 +169,7 @@ class Saver(TransferThread):
 
     def _run(self, saves: Sequence[Save], step: SaveStep) -> None:
         begin = time.thread_time()
-        writers: list[tuple[int, Save]] = []
+        writers: list[tuple[Reserved, Save]] = []
         copies: list[list[BlockRun]] = []
         whole = False
         try:
@@ -181,15 +183,23 @@ class Saver(TransferThread):
         finally:
             step.copied.set()
         kept = step.in_time(step.judged) and step.sound and whole
-        for writer, save in writers:
-            commit = Commit(writer, save.recompute_s, save.keep_s, save.outdated)
-            self._store.tell(commit if kept else Abandon(writer))
-        blocks = sum(len(run.seeds) for runs in copies for run in runs)
+        for room, save in writers:
+            if kept:
+                self._note_own(room, save)
+            commit = Commit(room.writer, save.recompute_s, save.keep_s, save.outdated)
+            self._store.tell(commit if kept else Abandon(room.writer))
+        blocks = sum(len(run.slots) for runs in copies for run in runs)
         core_s = self.saved.core_s + time.thread_time() - begin
         self.saved = Saved(self.saved.blocks + blocks, core_s)
 
+    def _note_own(self, room: Reserved, save: Save) -> None:
+        """Note the headers that the blocks written there will have: they need no check by us."""
+        for at, slot in enumerate(decode_slots(room.slots), room.first):
+            header = header_at(save.namespace, save.keys, at).packed(room.generation)
+            self._arena.checked[slot] = seal(header, slot)
+
     def _reserve(
-        self, saves: Sequence[Save], writers: list[tuple[int, Save]]
+        self, saves: Sequence[Save], writers: list[tuple[Reserved, Save]]
     ) -> Iterator[BlockRun]:
         for save in saves:
             try:
@@ -200,6 +210,7 @@ class Saver(TransferThread):
                         self._model,
                         self.memory.layers,
                         self.memory.layer_bytes,
+                        os.getpid(),
                     ),
                     Reserved,
                 )
@@ -219,7 +230,7 @@ class Saver(TransferThread):
                 self._lost.add(save.keys[:KEY_BYTES])
                 continue
             if room.writer:
-                writers.append((room.writer, save))
+                writers.append((room, save))
             yield from self._runs(
                 save.namespace, save.keys[room.first * KEY_BYTES :], slots, blocks
             )

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loomserve.kvstore.engine.transfers.memory import BlockMemory, BlockPieces, HostStream
-from loomserve.kvstore.index.radix import KEY_BYTES
+from loomserve.kvstore.index.radix import key_at
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.storage.checksum import PAGE, BlockLayout, seed
@@ -92,13 +93,19 @@ class BlockRun:
     """Blocks that are contiguous in the engine's memory, from ``first`` on, and in the arena.
 
     ``pieces``, ``[blocks, layers, layer_bytes]``, and ``checksums``, ``[blocks, layers]``, are
-    views of their slots.
+    views of their ``slots``.
     """
 
     first: int
     pieces: NDArray[np.uint8]
     checksums: NDArray[np.uint64]
-    seeds: Sequence[int]
+    slots: Sequence[int]
+    namespace: bytes
+    keys: Sequence[bytes]
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        return [seed(self.namespace, key) for key in self.keys]
 
     def of(self, layer: int) -> BlockPieces:
         return BlockPieces(self.first, self.pieces[:, layer])
@@ -147,8 +154,9 @@ class TransferThread:
             slot, block = places[0]
             view = self._arena.view(slot, len(places) * self._layout.slot_bytes)
             view = view.reshape(len(places), self._layout.slot_bytes)
-            seeds = [seed(namespace, keys[n * KEY_BYTES :][:KEY_BYTES]) for n in numbers]
-            yield BlockRun(block, self._layout.pieces(view), self._layout.checksums(view), seeds)
+            pieces, checksums = self._layout.pieces(view), self._layout.checksums(view)
+            run_slots, run_keys = [slot for slot, _ in places], [key_at(keys, n) for n in numbers]
+            yield BlockRun(block, pieces, checksums, run_slots, namespace, run_keys)
 
     def _copies(self, runs: Iterable[BlockRun]) -> list[list[BlockRun]]:
         """The runs, together as far as a copy goes."""
@@ -156,10 +164,10 @@ class TransferThread:
         copies: list[list[BlockRun]] = []
         blocks = most
         for run in runs:
-            blocks += len(run.seeds)
+            blocks += len(run.slots)
             if blocks > most:
                 copies.append([])
-                blocks = len(run.seeds)
+                blocks = len(run.slots)
             copies[-1].append(run)
         return copies
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
 from loomserve.kvstore.index.radix import KEY_BYTES
@@ -36,6 +38,18 @@ def test_a_writer_of_an_earlier_store_is_nobody(writers: Writers) -> None:
     writers.begin(reserved(0, 1), 0.0)
     assert writers.end(earlier) is None
     assert len(writers) == 1
+
+
+def test_a_write_ends_with_its_process_if_that_can_be_seen(writers: Writers) -> None:
+    process = subprocess.Popen(["sleep", "600"])
+    writer = writers.begin(reserved(0, 1), 0.0, process.pid)
+    unseen = writers.begin(reserved(1, 1), 0.0, 2**22)
+    assert writers.end_dead() == []
+    process.kill()
+    process.wait()
+    assert writers.end_dead() == [reserved(0, 1)]
+    assert writers.end(writer) is None
+    assert writers.end(unseen) == reserved(1, 1)
 
 
 def test_writers_whose_time_is_up_give_back_what_they_reserved(writers: Writers) -> None:

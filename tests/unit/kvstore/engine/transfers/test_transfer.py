@@ -15,7 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from loomserve.kvstore.engine.transfers import saver
+from loomserve.kvstore.engine.transfers import loader, saver
 from loomserve.kvstore.engine.transfers.loader import Loader
 from loomserve.kvstore.engine.transfers.memory import BlockPieces, HostStream, KvMemory
 from loomserve.kvstore.engine.transfers.saver import Saver
@@ -23,9 +23,11 @@ from loomserve.kvstore.engine.transfers.transfer import Copied, Load, Save
 from loomserve.kvstore.index.eviction import lru
 from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.index.radix import KEY_BYTES
+from loomserve.kvstore.server import grants
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.protocol import (
     Done,
+    Flush,
     Found,
     Inspect,
     Lookup,
@@ -38,7 +40,7 @@ from loomserve.kvstore.server.protocol import (
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.kvstore.server.store import BlockStore
 from loomserve.kvstore.storage.arena import Arena, ArenaOwner
-from loomserve.kvstore.storage.checksum import BlockLayout
+from loomserve.kvstore.storage.checksum import BlockLayout, layer_digest
 from loomserve.platform.state.kvstore import KvState
 from tests.waiting import PATIENCE_S
 
@@ -304,12 +306,13 @@ def test_bytes_that_are_spoilt_on_their_way_into_the_engine_condemn_their_block(
     store: Store,
 ) -> None:
     stream = Spoiler()
-    engine = Engine(store, 1, stream)
-    engine.save([save_of("a", [0, 1])])
+    writer, reader = Engine(store, 1), Engine(store, 2, stream)
+    writer.save([save_of("a", [0, 1])])
     store.settled()
-    stream.target = engine.caches[1, 8].reshape(-1).view(torch.uint8).numpy()
-    assert engine.load([store.load(chain("a", 2), [8, 9])]) == {8}
-    engine.close()
+    stream.target = reader.caches[1, 8].reshape(-1).view(torch.uint8).numpy()
+    assert reader.load([store.load(chain("a", 2), [8, 9])]) == {8}
+    for engine in (writer, reader):
+        engine.close()
 
 
 def test_a_slot_that_changes_after_its_bytes_were_copied_harms_nobody(store: Store) -> None:
@@ -342,6 +345,120 @@ def test_a_slot_that_went_to_another_block_is_reported_and_harms_nobody(
     engine.close()
     assert store.found(chain("b", 15)) == 15
     store.server.stop()
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Layers whose checksums readers have computed."""
+    checked: list[int] = []
+
+    def digest(piece: NDArray[np.uint8], layer: int, block_seed: int) -> int:
+        checked.append(layer)
+        return layer_digest(piece, layer, block_seed)
+
+    monkeypatch.setattr(loader, "layer_digest", digest)
+    return checked
+
+
+def test_what_another_process_wrote_is_checked_once_and_what_this_one_wrote_never(
+    store: Store, engines: tuple[Engine, Engine], checks: list[int]
+) -> None:
+    one, other = engines
+    one.save([save_of("a", [0, 1])])
+    store.settled()
+    for _ in range(2):
+        assert one.load([store.load(chain("a", 2), [8, 9])]) == set()
+    assert checks == []
+    for _ in range(2):
+        assert other.load([store.load(chain("a", 2), [8, 9])]) == set()
+        assert torch.equal(other.caches[:, [8, 9]], one.caches[:, [0, 1]])
+    assert checks == [layer for layer in range(LAYERS) for _ in range(2)]
+
+
+def test_a_block_that_comes_again_is_checked_again(
+    store: Store, engines: tuple[Engine, Engine], checks: list[int]
+) -> None:
+    one, other = engines
+    for _ in range(2):
+        one.save([save_of("a", [0])])
+        store.settled()
+        assert other.load([store.load(chain("a", 1), [8])]) == set()
+        until(lambda: store.usage().leases == 0)
+        store.client.ask(Flush(""), Done)
+    assert len(checks) == 2 * LAYERS
+
+
+class Evictor(HostStream):
+    """Something that gives the slots of a load to another block, after its first layer's copy."""
+
+    def __init__(self) -> None:
+        self.evict: Callable[[], None] | None = None
+
+    def settle(self) -> None:
+        evict, self.evict = self.evict, None
+        if evict is not None:
+            evict()
+
+
+def test_a_checked_block_whose_slot_is_given_away_while_it_is_read_is_not_used(
+    store: Store, engines: tuple[Engine, Engine]
+) -> None:
+    one, _ = engines
+    stream = Evictor()
+    reader = Engine(store, 2, stream)
+    one.save([save_of("a", [0, 1])])
+    store.settled()
+    assert reader.load([store.load(chain("a", 2), [8, 9])]) == set()
+    load = store.load(chain("a", 2), [8, 9])
+
+    def evict() -> None:
+        """As if its lease had ended while the reader was stopped; the same block comes again."""
+        store.client.ask(Release([load.lease]), Done)
+        store.client.ask(Flush(""), Done)
+        one.save([save_of("a", [0])])
+        store.settled()
+
+    stream.evict = evict
+    assert reader.load([load]) == {8, 9}
+    reader.close()
+
+
+def test_where_a_writer_that_was_given_up_may_still_write_every_load_is_checked(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grants, "WRITE_S", 0.0)
+    reserve = Reserve(SPACE, chain("late", 1), "model", LAYERS, LAYER_BYTES)
+    (slot,) = decode_slots(store.client.ask(reserve, Reserved).slots)
+    store.settled()
+    monkeypatch.undo()
+    engine = Engine(store, 1)
+    engine.save([save_of("a", [0])])
+    store.settled()
+    load = store.load(chain("a", 1), [8])
+    assert load.slots == [slot]
+    assert engine.load([load]) == set()
+    # Though this engine wrote the block, and has checked it.
+    Arena.attach(store.folder / "arena").view(slot, 4096)[0] ^= 1
+    assert engine.load([store.load(chain("a", 1), [8])]) == {8}
+    engine.close()
+
+
+def test_after_a_store_has_died_every_load_is_checked(
+    store: Store, engines: tuple[Engine, Engine]
+) -> None:
+    one, _ = engines
+    store.server.stop()
+    arena = ArenaOwner.reopen(store.folder / "arena")
+    server = StoreServer(
+        BlockStore(arena, Index(lru), None, store.folder / "spaces.json", {}), store.address
+    )
+    server.start()
+    one.save([save_of("a", [0])])
+    store.settled()
+    load = store.load(chain("a", 1), [8])
+    arena.view(load.slots[0], 4096)[0] ^= 1
+    assert one.load([load]) == {8}
+    server.stop()
 
 
 def test_loads_that_cannot_be_carried_out_fail_all_their_blocks(
