@@ -9,13 +9,14 @@ import argparse
 import statistics
 import sys
 from collections.abc import Sequence
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from benchmarks.harness import in_turns, over, parser_of, run
-from benchmarks.load import send_when_due
+from benchmarks.harness import in_turns, over, parser_of, percentiles, run
+from benchmarks.load import Outcome, send_when_due
 from benchmarks.prefix_arms import CONTEXT, KINDS, MEMORY_BYTES, MODEL, arm, figures, urls
 from benchmarks.servers import Arm, running
 from benchmarks.workload import BLOCK_TOKENS, PrefixRequest, conversations, mooncake, reuse
@@ -35,8 +36,8 @@ PAIRS = (
 store with either router, and the router with and without the store."""
 
 
-def replay(of: Arm, requests: Sequence[PrefixRequest], seed: str) -> dict[str, Any]:
-    """Thaw an arm, send it the requests when they are due, freeze it; what came.
+def replay(of: Arm, requests: Sequence[PrefixRequest], seed: str) -> Sequence[Outcome]:
+    """Thaw an arm, send it the requests when they are due, freeze it; what came, in their order.
 
     Raises:
         NotMeasuredError: a request failed.
@@ -45,7 +46,7 @@ def replay(of: Arm, requests: Sequence[PrefixRequest], seed: str) -> dict[str, A
     of.thaw()
     outcomes = uvloop.run(send_when_due(urls(of), asked))
     of.freeze()
-    return figures(of.answered(outcomes))
+    return of.answered(outcomes)
 
 
 def pairing(
@@ -55,8 +56,12 @@ def pairing(
     pair = "_vs_".join(names)
     arms = {name: arm(name, model, n, folder / pair)[0] for n, name in enumerate(names)}
 
+    ttft: dict[str, list[float]] = {name: [] for name in names}
+
     def measure(name: str, number: int) -> dict[str, Any]:
-        return replay(arms[name], workload(options, f"run {number}"), f"{pair}/{number}")
+        came = replay(arms[name], workload(options, f"run {number}"), f"{pair}/{number}")
+        ttft[name] += [one.ttft for one in came]
+        return figures(came)
 
     with running(list(arms.values()), options.start_timeout, bind=False):
         for one in arms.values():
@@ -65,6 +70,8 @@ def pairing(
     return {
         "ttft_p50_ratio": over(runs, *names, "ttft_ms_p50"),
         "ttft_p99_ratio": over(runs, *names, "ttft_ms_p99"),
+        # Both arms are sent the same requests.
+        "by_request": percentiles("ttft_ratio", [*map(truediv, *ttft.values())]),
         "hit_rate": {name: statistics.median(one[name]["hit_rate"] for one in runs)
                      for name in names},
         "by_run": runs,

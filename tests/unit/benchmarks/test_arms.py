@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -171,6 +174,28 @@ def memory_of_prefix_arm(name: str, folder: Path) -> int:
 @pytest.mark.parametrize("name", prefix_arms.KINDS)
 def test_arms_of_shared_prefixes_have_the_same_memory(name: str, tmp_path: Path) -> None:
     assert memory_of_prefix_arm(name, tmp_path) == prefix_arms.MEMORY_BYTES
+
+
+def test_a_pair_of_prefix_arms_is_compared_request_by_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Of three requests the store is slower with one, whatever the order of their times.
+    first_tokens = {"store": [1.0, 2.0, 30.0], "prefix_router": [2.0, 40.0, 20.0]}
+
+    def replay(of: str, *_: object) -> list[SimpleNamespace]:
+        return [SimpleNamespace(ttft=each) for each in first_tokens[of]]
+
+    same = {"ttft_ms_p50": 1.0, "ttft_ms_p99": 1.0, "hit_rate": 0.5}
+    monkeypatch.setattr(prefix, "arm", lambda name, *_: (name, None))
+    monkeypatch.setattr(prefix, "running", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(prefix, "workload", lambda *_: [])
+    monkeypatch.setattr(prefix, "replay", replay)
+    monkeypatch.setattr(prefix, "figures", lambda _: same)
+    options = argparse.Namespace(runs=2, start_timeout=1.0)
+    found = prefix.pairing("demo", ("store", "prefix_router"), options, tmp_path)
+    assert found["by_request"]["ttft_ratio_n"] == 6
+    assert found["by_request"]["ttft_ratio_p50"] == 0.5
+    assert found["by_request"]["ttft_ratio_p99"] == 1.5
 
 
 def test_arms_of_shared_prefixes_are_those_that_their_names_say(tmp_path: Path) -> None:
