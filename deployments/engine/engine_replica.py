@@ -43,7 +43,7 @@ from loomserve.platform.devices.shortage import (
 )
 from loomserve.platform.engine.core.host import EngineHost, MoveOrders
 from loomserve.platform.engine.core.messages import EngineStart
-from loomserve.platform.engine.footprint import Footprint, constants, own_bytes
+from loomserve.platform.engine.footprint import Footprint, OwnMemory, constants
 from loomserve.platform.fleet.messages import (
     AWAKE_PATH,
     LOAD_PATH,
@@ -124,6 +124,7 @@ class EngineReplica:
         )
         self._first = ToldAnswer(changed=lambda: self._heartbeats.send_now())
         await self._listen()
+        self._memory = OwnMemory(self._engine.pid)
         self._footprint = Footprint(
             constants(self._path, self._engine.facts, _kv_bytes(self._spec)),
             start_s=time.monotonic() - began,
@@ -187,7 +188,7 @@ class EngineReplica:
         self._gate = await NodeGate.open(address, self._spec.internal_token)
 
     async def _own_bytes(self) -> int:
-        return await asyncio.to_thread(own_bytes, self._engine.pid)
+        return await asyncio.to_thread(self._memory.read)
 
     async def _gpu_bytes(self) -> int:
         return sum(await self._engine.collective_rpc("taken_bytes", timeout_s=_STATS_TIMEOUT_S))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import psutil
 from prometheus_client import Gauge
 
 from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.base.processes import with_descendants
 from loomserve.platform.devices.shortage import memory_bounds, used_share
 from loomserve.platform.engine.core.host import EngineEnded
 from loomserve.platform.engine.core.messages import EngineFacts
@@ -21,8 +23,7 @@ from loomserve.platform.placement import model_files
 from loomserve.platform.state import FootprintState
 
 _PERIOD_S = 8.0
-"""Reading what is a process's own walks its page tables: some milliseconds a GiB."""
-
+_EXACT_PERIOD_S = 120.0
 
 MEMORY = Gauge(
     "loomserve_engine_memory_bytes",
@@ -40,7 +41,7 @@ class Footprint:
     ) -> None:
         """``facts`` are the fields of :class:`FootprintState` that never change.
 
-        ``measure`` returns the bytes that it has of its devices' memory: :func:`own_bytes` on a
+        ``measure`` returns the bytes that it has of its devices' memory: :class:`OwnMemory` on a
         CPU, or as a GPU's workers say.
         """
         self.state: FootprintState | None = None
@@ -60,21 +61,43 @@ class Footprint:
             await asyncio.sleep(_PERIOD_S)
 
 
-def own_bytes(engine_pid: int) -> int:
-    """Bytes that this process and the engine's have for themselves, with their children.
+class OwnMemory:
+    """What this process and an engine's have of memory for themselves, with their children.
 
     Shared memory has another owner; an engine that was forked is no child.
     """
-    found: set[psutil.Process] = set()
-    for pid in (os.getpid(), engine_pid):
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            found |= {process, *process.children(recursive=True)}
-    total = 0
-    for one in found:
+
+    def __init__(self, engine_pid: int) -> None:
+        self._pids = os.getpid(), engine_pid
+        self._exact = self._private = 0
+        self._exact_at = -math.inf
+
+    def read(self) -> int:
+        """Bytes.
+
+        What is a process's own is read by a walk through its page tables, which takes some
+        milliseconds a GiB. So that is done rarely, and what has come or gone since is added, which
+        the kernel has counted: all that no file backs, with what was shared by a fork.
+        """
+        found = set(self._processes())
+        private = sum(each.rss - each.shared for each in _of(found, psutil.Process.memory_info))
+        if time.monotonic() - self._exact_at > _EXACT_PERIOD_S:
+            self._exact = sum(each.uss for each in _of(found, psutil.Process.memory_full_info))
+            self._private, self._exact_at = private, time.monotonic()
+        return max(0, self._exact + private - self._private)
+
+    def _processes(self) -> Iterator[psutil.Process]:
+        for pid in self._pids:
+            with contextlib.suppress(OSError, psutil.Error):
+                yield from map(psutil.Process, with_descendants(pid))
+
+
+def _of(
+    processes: Iterable[psutil.Process], read: Callable[[psutil.Process], Any]
+) -> Iterator[Any]:
+    for each in processes:
         with contextlib.suppress(psutil.Error):  # it has just ended
-            total += one.memory_full_info().uss
-    return total
+            yield read(each)
 
 
 def constants(path: str, facts: EngineFacts, kv_bytes: int) -> dict[str, int]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import psutil
 
 from loomserve.platform.base.errors import StartError
+from loomserve.platform.base.processes import children
 from loomserve.platform.nodes.ray_command import (
     LONE_ENVIRONMENT,
     free_ports,
@@ -68,10 +69,10 @@ class LoneRay:
         while command.poll() is None:
             if unless():
                 raise Interrupted
-            self._find(psutil.Process(command.pid))
+            self._find(command.pid)
             if name := self.ended(_LOOK_S):
                 raise StartError(f"Ray did not start: its {name} has ended ({self.said(name)})")
-        self._find(psutil.Process())
+        self._find(os.getpid())
         if missing := [name for name in DAEMONS if name not in self._daemons]:
             said = last_line_of(self._log) or f"status {command.returncode}"
             raise StartError(f"Ray did not start: it has no {missing[0]} ({said})")
@@ -97,15 +98,18 @@ class LoneRay:
         last = [line for line in map(last_line_of, files) if line]
         return (why or last or [f"it said nothing in {logs}"])[-1]
 
-    def _find(self, parent: psutil.Process) -> None:
-        with contextlib.suppress(psutil.Error):
-            for each in parent.children():
+    def _find(self, parent: int) -> None:
+        with contextlib.suppress(psutil.Error, OSError):
+            for each in map(psutil.Process, children(parent)):
                 name = each.name()
-                # One of an earlier start may not have been waited for.
-                if name in DAEMONS and name not in self._daemons and not has_ended(each):
+                if name not in DAEMONS or name in self._daemons:
+                    continue
+                # One of an earlier start may not have been waited for, and one that is just being
+                # started has a name before it has arguments.
+                if not has_ended(each) and (words := each.cmdline()):
                     self._daemons[name] = os.pidfd_open(each.pid)
                     if name == RAYLET:
-                        tell_listen_port(each.cmdline())
+                        tell_listen_port(words)
 
 
 def busy() -> str:

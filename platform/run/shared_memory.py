@@ -14,6 +14,7 @@ SHARED_MEMORY = Path("/dev/shm")
 # vLLM's message queues, which Python names; task rings; arenas. Whatever else a process maps there,
 # such as weights, is not the platform's to remove.
 _OWN = re.compile(r"psm_\w+|loomserve-ring-[^/]+|loomserve-\d+/\d+/arena")
+_OWN_GLOBS = ("psm_*", "loomserve-ring-*", "loomserve-*/*/arena")
 _QUEUE = "psm_"
 
 
@@ -28,6 +29,19 @@ class RunMemory:
         self._folder = folder
         self._noted = set(file.read_text().splitlines()) if file.exists() else set[str]()
         self._makers: dict[str, set[psutil.Process]] = {}
+        self._seen = self._seen_before = set[str]()
+
+    def has_news(self) -> bool:
+        """Whether there are files that were not there two looks ago: what a process has mapped is
+        long to read. A file is there a moment before it is mapped, so it is news twice."""
+        there = {
+            str(path.relative_to(self._folder))
+            for each in _OWN_GLOBS
+            for path in self._folder.glob(each)
+        }
+        news = there - self._seen_before
+        self._seen, self._seen_before = there, self._seen & there
+        return bool(news)
 
     def note(self, processes: Iterable[psutil.Process]) -> None:
         """Note what the processes map now."""

@@ -40,8 +40,9 @@ class RunUpkeep:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _PERIOD_S
-        # This process has adopted the run's orphans, so all of the run's are its descendants.
-        self._memory.note(psutil.Process().children(recursive=True))
+        if self._memory.has_news():
+            # This process has adopted the run's orphans, so all of the run's are its descendants.
+            self._memory.note(psutil.Process().children(recursive=True))
         self._memory.remove_queues()
         # vLLM's own sockets are in the temporary folder.
         for folder in (self._run.sockets, self._run.temporary):

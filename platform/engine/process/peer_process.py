@@ -16,13 +16,14 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from contextlib import closing, suppress
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from loomserve.platform.base.processes import NOBODY, threads, with_descendants
 from loomserve.platform.engine.process.attentive_clock import AttentiveClock, PeerClock, Work
 from loomserve.platform.engine.process.policy.silence import sends_nothing, wedged
 
@@ -36,7 +37,6 @@ _STATE, _FLAGS, _TIMES = 0, 6, slice(11, 13)
 _STOPPED, _DEAD, _WANTS = "T", frozenset("ZX"), frozenset("RD")
 # PF_EXITING of linux/sched.h.
 _EXITING = 0x4
-_NOBODY = (FileNotFoundError, ProcessLookupError)
 POLL_INTERVAL_S = 1.0
 
 
@@ -89,7 +89,7 @@ async def nobody_listens(address: str) -> bool:
     try:
         async with asyncio.timeout(_NETWORK_TIMEOUT_S):
             _, writer = await asked
-    except (*_NOBODY, ConnectionRefusedError):
+    except (*NOBODY, ConnectionRefusedError):
         return True
     except (OSError, TimeoutError):
         return False
@@ -125,10 +125,10 @@ class PeerProcess:
         cpu_s, wants = 0.0, False
         try:
             cpu_s = _cpu_s(_fields(os.pread(self._stat, _MOST_BYTES, 0)))
-            for pid in _with_descendants(self.pid):
+            for pid in with_descendants(self.pid):
                 if pid != self.pid:
                     cpu_s += _cpu_s(_fields(Path(f"/proc/{pid}/stat").read_bytes()))
-                wants = wants or any(_thread_wants(each) for each in _threads(pid))
+                wants = wants or any(_thread_wants(each) for each in threads(pid))
         except OSError as error:
             wants = wants or error.errno not in (errno.ENOENT, errno.ESRCH)
         return Work(cpu_s, wants)
@@ -142,26 +142,11 @@ def _cpu_s(fields: list[str]) -> float:
     return sum(map(int, fields[_TIMES])) / _TICKS_A_SECOND
 
 
-def _threads(pid: int) -> Iterator[Path]:
-    return Path(f"/proc/{pid}/task").iterdir()
-
-
 def _thread_wants(thread: Path) -> bool:
     try:
         return _fields((thread / "stat").read_bytes())[_STATE] in _WANTS
-    except _NOBODY:
+    except NOBODY:
         return False
-
-
-def _with_descendants(pid: int) -> Iterator[int]:
-    yield pid
-    for thread in _threads(pid):
-        try:
-            children = (thread / "children").read_text().split()
-        except _NOBODY:
-            continue
-        for child in children:
-            yield from _with_descendants(int(child))
 
 
 async def until_wedged(

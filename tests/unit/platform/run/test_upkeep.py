@@ -15,7 +15,7 @@ import pytest
 
 from loomserve.platform.nodes.reaping import adopt_orphans
 from loomserve.platform.run.folder import RunFolder
-from loomserve.platform.run.shared_memory import SHARED_MEMORY
+from loomserve.platform.run.shared_memory import SHARED_MEMORY, RunMemory
 from loomserve.platform.run.upkeep import RunUpkeep, keep_looking, remove_dead_sockets
 from tests.waiting import within
 
@@ -100,3 +100,19 @@ def test_memory_of_orphans_is_noted_and_no_environment_is_read(
             os.waitpid(int(pid), 0)
             (SHARED_MEMORY / name).unlink(missing_ok=True)
     run.remove()
+
+
+def test_processes_are_looked_at_only_where_there_is_new_memory(tmp_path: Path) -> None:
+    memory = RunMemory(tmp_path / "noted", tmp_path / "shm")
+    arena = tmp_path / "shm" / "loomserve-0/8000/arena"
+    for there in (arena, tmp_path / "shm" / "weights" / "arena"):
+        there.parent.mkdir(parents=True)
+        there.touch()
+    # A process may map a file a moment after it was looked at.
+    assert [memory.has_news() for _ in range(4)] == [True, True, False, False]
+    (tmp_path / "shm" / "psm_1").touch()
+    assert [memory.has_news() for _ in range(3)] == [True, True, False]
+    arena.unlink()
+    assert not memory.has_news()
+    arena.touch()
+    assert memory.has_news()
