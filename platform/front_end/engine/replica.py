@@ -13,7 +13,7 @@ import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import chain
 from typing import Any, Protocol
 
@@ -57,8 +57,9 @@ _MOST_UNREAD = 10_000
 # What has been sent before a connection is closed on purpose gets so long to arrive.
 _LINGER_MS = 500
 _CONNECT_TIMEOUT_MS = 2000
-# How often the engine's process is looked at, and looked for while it cannot be seen.
-_POLL_INTERVAL_S = 0.05
+# How often the engine's process is looked at, where it has requests and where it has none, and
+# looked for while it cannot be seen.
+_POLL_INTERVAL_S, _REST_INTERVAL_S = 0.05, 0.5
 _SEEK_S = 1.0
 
 
@@ -100,7 +101,7 @@ class ConnectedReplica:
         self.draining = False
         self.load = (0, 0)
         """Its running and waiting requests from all senders, as reported last."""
-        self.empty = asyncio.Event()
+        self.empty, self.busy = asyncio.Event(), asyncio.Event()
         self.empty.set()
         self._events = events
         self._told = ToldWork(clock)
@@ -155,6 +156,7 @@ class ConnectedReplica:
             self._stepped_at = self._clock()
         self.open[request.wire_id] = request
         self.empty.clear()
+        self.busy.set()
         return True
 
     def drop(self, wire_id: str, *, abort: bool) -> None:
@@ -162,6 +164,7 @@ class ConnectedReplica:
         self.open.pop(wire_id, None)
         if not self.open:
             self.empty.set()
+            self.busy.clear()
         if abort:
             self._unwanted.append(wire_id)
 
@@ -322,7 +325,11 @@ class EngineConnection:
         while (state := process.state()) is not PeerState.ENDS:
             if state is PeerState.STOPPED:
                 self._replica.stopped()
-            await asyncio.sleep(_POLL_INTERVAL_S)
+            if self._replica.open:
+                await asyncio.sleep(_POLL_INTERVAL_S)
+            else:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._replica.busy.wait(), _REST_INTERVAL_S)
 
     async def _say_hello(self, outputs: zmq.asyncio.Socket) -> None:
         connection = uuid.uuid4().bytes

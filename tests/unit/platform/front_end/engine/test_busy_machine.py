@@ -7,9 +7,11 @@ import time
 from dataclasses import dataclass, field, replace
 
 import pytest
+from vllm.v1.engine import FinishReason
 
 from loomserve.platform.engine.process.attentive_clock import Work
 from loomserve.platform.engine.process.peer_process import PeerState
+from loomserve.platform.front_end.engine import replica
 from loomserve.platform.front_end.engine.request_book import LostRequestError
 from tests.unit.platform.front_end.engine.scene import (
     BOUNDS,
@@ -33,12 +35,14 @@ class Process:
     """Of a core that it has."""
     wants: bool = False
     ended: bool = False
+    looks: int = 0
     _since: float = field(default_factory=time.monotonic)
 
     def work(self) -> Work:
         return Work(self.share * (time.monotonic() - self._since), self.wants)
 
     def state(self) -> PeerState:
+        self.looks += 1
         return PeerState.ENDS if self.ended else PeerState.RUNS
 
     def close(self) -> None:
@@ -165,3 +169,27 @@ def test_an_engine_elsewhere_says_itself_that_it_computes() -> None:
         assert not made.engines["b"].added
 
     played(play, BEATS)
+
+
+def test_one_without_requests_is_looked_at_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process()
+    monkeypatch.setattr(replica, "_REST_INTERVAL_S", 1e6)
+    monkeypatch.setattr(replica, "seen_process", lambda _: process)
+
+    async def play(made: Scene) -> None:
+        await made.have("a")
+        await asyncio.sleep(5 * replica._POLL_INTERVAL_S)
+        assert process.looks == 1
+        await made.ask(request("r"))
+        await until(lambda: process.looks > 5)
+        await made.engines["a"].step(finish=FinishReason.LENGTH)
+        await until(lambda: not made.client.replicas["a"].open)
+        await asyncio.sleep(5 * replica._POLL_INTERVAL_S)
+        looks = process.looks
+        await asyncio.sleep(5 * replica._POLL_INTERVAL_S)
+        assert process.looks == looks
+        process.ended = True
+        await made.ask(request("s"))
+        await until(lambda: not made.client.replicas)
+
+    played(play)
