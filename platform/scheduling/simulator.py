@@ -13,9 +13,8 @@ several kinds of KV cache in one model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from loomserve.platform.config.scheduling import QUEUE_ORDERS
@@ -153,18 +152,6 @@ class Times:
     def weighted_turnaround(self) -> float:
         """AdaptiveLLM, equation 5: at least 1, and 1 if it never waited to start."""
         return (self.finished_s - self.arrived_s) / (self.finished_s - self.started_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    """Steps of an engine, and ``times`` of all requests by name."""
-
-    steps: list[ScheduledStep]
-    times: dict[str, Times]
-
-
-class StalledError(Exception):
-    """Raised where requests wait of which none will ever start."""
 
 
 @dataclass(slots=True, eq=False)
@@ -494,43 +481,3 @@ class Simulator:
     def _needed(self, one: _Progress, tokens: int) -> int:
         """Blocks that the request needs beyond those it has."""
         return self._limits.blocks_for(one.computed + tokens) - one.blocks
-
-
-def simulate(
-    requests: Iterable[SimulatedRequest], limits: Limits, policies: Policies, costs: Costs
-) -> Simulation:
-    """Run all requests to their end, each step in its predicted time.
-
-    Raises:
-        StalledError: the policies let nothing start although nothing runs.
-        ValueError: a request can never run.
-    """
-    engine = Simulator(requests, limits, policies, costs)
-    steps: list[ScheduledStep] = []
-    now = 0.0
-    while (due_s := engine.due_s) is not None:
-        now = max(now, due_s)
-        step = engine.schedule(now)
-        if not (step.shares or step.preempted):
-            raise StalledError(f"nothing starts at {now} s")
-        now += costs.step_s(step)
-        engine.end(step, now)
-        steps.append(step)
-    return Simulation(steps, engine.times)
-
-
-def replay(
-    requests: Iterable[SimulatedRequest],
-    times: Sequence[float],
-    limits: Limits,
-    policies: Policies,
-    costs: Costs,
-) -> Simulation:
-    """Run steps that begin at the given ``times``, of which the last is the last step's end."""
-    engine = Simulator(requests, limits, policies, costs)
-    steps: list[ScheduledStep] = []
-    for start_s, end_s in pairwise(times):
-        step = engine.schedule(start_s)
-        engine.end(step, end_s)
-        steps.append(step)
-    return Simulation(steps, engine.times)

@@ -27,11 +27,10 @@ from loomserve.platform.scheduling.simulator import (
     Limits,
     Policies,
     SimulatedRequest,
-    Simulation,
     StepShare,
-    replay,
 )
 from tests.integration.cores import core
+from tests.simulations import Simulation, replay
 
 pytestmark = pytest.mark.engine
 

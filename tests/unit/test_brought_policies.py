@@ -69,9 +69,8 @@ print(sorted(chooser.decide(ticket).replica_id for ticket in tickets), ledger.de
 """
 ORDER = """
 from loomserve.platform.scheduling.options import SchedulerOptions, scheduler_options
-from loomserve.platform.scheduling.simulator import (
-    Costs, Limits, Policies, SimulatedRequest, simulate,
-)
+from loomserve.platform.scheduling.simulator import Costs, Limits, Policies, SimulatedRequest
+from tests.simulations import simulate
 
 options = scheduler_options(parse(CONFIG % ("head_start", "{head_start_s: 2}")).models[0], None)
 # As an engine's process reads them.

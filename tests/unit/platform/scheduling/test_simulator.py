@@ -17,11 +17,9 @@ from loomserve.platform.scheduling.simulator import (
     Policies,
     ScheduledStep,
     SimulatedRequest,
-    Simulation,
     StepShare,
-    replay,
-    simulate,
 )
+from tests.simulations import Simulation, replay, simulate
 
 BLOCK_TOKENS = 4
 BLOCK_BYTES = 100

@@ -17,9 +17,8 @@ from loomserve.platform.scheduling.simulator import (
     Limits,
     Policies,
     SimulatedRequest,
-    Simulation,
-    simulate,
 )
+from tests.simulations import Simulation, simulate
 
 CHAT = "/v1/chat/completions"
 predictions = st.builds(
