@@ -12,21 +12,20 @@ from collections.abc import Callable, Mapping
 import psutil
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.base.processes import children
 from loomserve.platform.nodes.ray_command import (
     LONE_ENVIRONMENT,
+    RAYLET,
     free_ports,
     last_line_of,
     lone_command,
     tell_listen_port,
 )
-from loomserve.platform.nodes.reaping import adopt_orphans, has_ended
+from loomserve.platform.nodes.reaping import adopt_orphans, has_ended, started
 from loomserve.platform.run.ending import Interrupted
 from loomserve.platform.run.folder import RunFolder
 
 # One machine is all there is, so all that talks to itself stays on it, wherever the server listens.
 LOOPBACK = "127.0.0.1"
-RAYLET = "raylet"
 DAEMONS = ("gcs_server", RAYLET)
 """What nothing goes on without, and what Ray starts once."""
 _LOOK_S = 0.2
@@ -99,17 +98,14 @@ class LoneRay:
         return (why or last or [f"it said nothing in {logs}"])[-1]
 
     def _find(self, parent: int) -> None:
-        with contextlib.suppress(psutil.Error, OSError):
-            for each in map(psutil.Process, children(parent)):
+        with contextlib.suppress(psutil.Error):
+            for each in started(parent, DAEMONS):
                 name = each.name()
-                if name not in DAEMONS or name in self._daemons:
-                    continue
-                # One of an earlier start may not have been waited for, and one that is just being
-                # started has a name before it has arguments.
-                if not has_ended(each) and (words := each.cmdline()):
+                # One of an earlier start may not have been waited for.
+                if name not in self._daemons and not has_ended(each):
                     self._daemons[name] = os.pidfd_open(each.pid)
                     if name == RAYLET:
-                        tell_listen_port(words)
+                        tell_listen_port(each.cmdline())
 
 
 def busy() -> str:

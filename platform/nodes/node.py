@@ -16,8 +16,8 @@ import psutil
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.devices.gpus import gpus_here
-from loomserve.platform.nodes.ray_command import HEAD, ray_command, tell_listen_port
-from loomserve.platform.nodes.reaping import adopt_orphans, has_ended, reap_orphans
+from loomserve.platform.nodes.ray_command import HEAD, RAYLET, ray_command, tell_listen_port
+from loomserve.platform.nodes.reaping import adopt_orphans, has_ended, reap_orphans, started
 from loomserve.platform.nodes.resources import offered
 from loomserve.platform.run.folder import RunFolder
 from loomserve.platform.run.leftovers import end_guard, end_run, remove_leftovers, start_guard
@@ -151,7 +151,7 @@ class SupervisedNode:
             reap_orphans({*own, beside.pid})
             # Ray's command goes on without its raylet, when that was told to leave the cluster, and
             # waits for one that has ended as it started.
-            if raylet is None and (raylet := _raylet_of(node.pid)) is not None:
+            if raylet is None and (raylet := next(started(node.pid, (RAYLET,)), None)) is not None:
                 with contextlib.suppress(psutil.Error):  # it has just ended
                     tell_listen_port(raylet.cmdline())
             if raylet is not None and has_ended(raylet):
@@ -184,12 +184,6 @@ class SupervisedNode:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._stopped.wait(_LOOK_S):
             reap_orphans(set())
-
-
-def _raylet_of(pid: int) -> psutil.Process | None:
-    with contextlib.suppress(psutil.Error):
-        return next((one for one in psutil.Process(pid).children() if one.name() == "raylet"), None)
-    return None
 
 
 def start_command(options: NodeOptions, temporary: Path) -> list[str]:

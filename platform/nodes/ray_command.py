@@ -24,6 +24,7 @@ from loomserve.platform.run.ray_environment import (
 )
 
 _AGENTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
+RAYLET = "raylet"
 HEAD = ("--head", "--include-dashboard=false", "--no-monitor")
 """Of the node that has what a cluster has but once. Nodes come and go by themselves."""
 LONE_ENVIRONMENT = {**DAEMONS_ENVIRONMENT, "RAY_START_HOOK": f"{__name__}.without_clients"}

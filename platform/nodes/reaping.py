@@ -7,11 +7,14 @@ init nobody else would wait for them.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import psutil
+
+from loomserve.platform.base.processes import children
 
 _SET_CHILD_SUBREAPER = 36
 
@@ -41,3 +44,14 @@ def has_ended(process: psutil.Process) -> bool:
         return True
     except (psutil.Error, OSError):
         return False
+
+
+def started(parent: int, names: Collection[str]) -> Iterator[psutil.Process]:
+    """Children of these names, with those that have ended and were not waited for.
+
+    One that is just being started has a name before it has arguments, and is not told of yet.
+    """
+    with contextlib.suppress(psutil.Error, OSError):
+        for each in map(psutil.Process, children(parent)):
+            if each.name() in names and (has_ended(each) or each.cmdline()):
+                yield each
