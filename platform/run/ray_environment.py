@@ -6,6 +6,19 @@ import os
 
 from loomserve.platform.run.folder import RunFolder
 
+# Ray looks at these ten times a second, and Serve at its metrics, which nobody reads. Without Ray's
+# own statistics of events (RAY_event_stats=0) its GCS takes a whole core.
+_AT_REST = {
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "60000",
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
+    "RAY_raylet_check_gc_period_milliseconds": "1000",
+    "RAY_local_fs_monitor_interval_ms": "2000",
+    "RAY_object_manager_timer_freq_ms": "1000",
+    "RAY_kill_idle_workers_interval_ms": "1000",
+    "RAY_gcs_pull_resource_loads_period_milliseconds": "5000",
+    "RAY_io_context_monitor_probe_interval_ms": "10000",
+}
+
 # Ray reads these in every process of the cluster; they must be set before it is imported.
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -28,6 +41,7 @@ _RAY_ENVIRONMENT = {
     # On a busy machine an answer takes longer than Serve's 0.1 s, and each that does is logged.
     "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "2",
     "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "10",
+    **_AT_REST,
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
