@@ -168,14 +168,13 @@ class Server:
                 f"{self.name}: no process is named {_WORKER_TITLE} or {_ENGINE_TITLE}"
             )
 
-    def cpu_seconds(self, on_core: int) -> float:
-        """CPU time so far of the processes that are bound to ``on_core``."""
+    def cpu_seconds(self) -> float:
+        """CPU time so far of the tree."""
         total = 0.0
         for member in self.members():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if member.cpu_affinity() == [on_core]:
-                    times = member.cpu_times()
-                    total += times.user + times.system
+                times = member.cpu_times()
+                total += times.user + times.system
         return total
 
     def memory_bytes(self) -> int:
@@ -253,19 +252,12 @@ class Arm:
         for server in self.servers:
             server.wait_ready(_RECOVERY_S)
 
-    def idle_share(self, seconds: float) -> dict[str, float]:
-        """CPU seconds a second on each core while no request runs."""
-        cores = (ENGINE_CORE, OTHER_CORE)
-
-        def used() -> list[float]:
-            return [sum(server.cpu_seconds(core) for server in self.servers) for core in cores]
-
-        before, begin = used(), time.monotonic()
+    def idle_cores(self, seconds: float) -> float:
+        """CPU seconds a second while no request runs."""
+        before, begin = [server.cpu_seconds() for server in self.servers], time.monotonic()
         time.sleep(seconds)
-        after, passed = used(), time.monotonic() - begin
-        return {
-            f"core{core}": (b - a) / passed for core, a, b in zip(cores, before, after, strict=True)
-        }
+        after = [server.cpu_seconds() for server in self.servers]
+        return (sum(after) - sum(before)) / (time.monotonic() - begin)
 
     def answered(self, outcomes: Sequence[Outcome], what: str = "") -> Sequence[Outcome]:
         """The outcomes, all of which must be whole answers.
@@ -323,9 +315,8 @@ def bare_arm(
     engines: int = 2,
     more: Sequence[str] = (),
 ) -> Arm:
-    """vLLM's own server, and a second one that stays idle where there are two engines.
-
-    ``more`` are further words of their command lines.
+    """vLLM's own server, and a second one that stays idle where there are two engines; ``more``
+    are further words of their command lines.
 
     The second stands for the second model: where Loomserve is measured with two models configured,
     both arms hold two engines, and the difference is the platform alone.

@@ -2,7 +2,8 @@
 
 Two models with an engine each on a core, from the command to the first answer of both: Loomserve,
 and beside it in turn two of vLLM's own servers. Then an engine of Loomserve's is killed, and the
-time is taken until its model has another. The first run of an arm fills caches and is not told.
+time is taken until its model has another. Between them it is left alone, and so is Ray Serve with
+as many replicas that do nothing. The first run of an arm fills caches and is not told.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import httpx
 
 from benchmarks.harness import parser_of, ratios, rotated, run, spread
 from benchmarks.platforms import Platform, engine_process, two_models
-from benchmarks.servers import Arm, EngineFlags, bare_arm
+from benchmarks.servers import Arm, EngineFlags, Server, bare_arm
 from loomserve.platform.devices.machine import cpu_dtype
 from loomserve.platform.models import catalog
 
 PORT = 18420
-_BACK_S = 120.0
-_POLL_S = 0.05
+REPLICAS = "4"  # of Serve: a controller's, a gateway's and two engines'
+_BACK_S, _SETTLE_S, _POLL_S = 120.0, 15.0, 0.05
 
 
 def answers(model: str, port: int) -> bool:
@@ -51,11 +52,7 @@ def started(arm: Arm, models: Sequence[tuple[str, int]], timeout_s: float) -> fl
 
 
 def kill_engines(platform: Platform, model: str) -> float:
-    """Kill all engines of a model; seconds after which it has as many others.
-
-    Raises:
-        TimeoutError: it has not in two minutes.
-    """
+    """Kill all engines of a model; seconds after which it has as many others."""
     gone = {replica["id"] for replica in platform.replicas(model)}
     for replica in platform.replicas(model):
         engine_process(replica).kill()
@@ -72,30 +69,39 @@ def kill_engines(platform: Platform, model: str) -> float:
 def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model = str(catalog.resolve(options.model, Path.cwd()))
     flags = EngineFlags(dtype=options.dtype or cpu_dtype())
-    took: dict[str, list[float]] = {"vllm": [], "loomserve": [], "back": []}
+    took: dict[str, list[float]] = {"vllm": [], "loomserve": [], "back": [], "ray": []}
+    idle: dict[str, list[float]] = {"loomserve": [], "ray": []}
     for number in range(options.runs + 1):
-        for name in rotated(("loomserve", "vllm"), number):
+        for name in rotated(("loomserve", "vllm", "ray"), number):
             platform = Platform(two_models(model, flags, PORT), folder)
+            arm, models = platform.arm("measured"), [("measured", PORT), ("idle", PORT)]
             if name == "vllm":
                 arm = bare_arm(name, model, flags, PORT, folder)
                 models = [("measured", PORT), ("measured", PORT + 1)]
-            else:
-                arm = platform.arm("measured")
-                models = [("measured", PORT), ("idle", PORT)]
+            elif name == "ray":
+                words = [sys.executable, "-m", "benchmarks.ray_idle", str(PORT), REPLICAS]
+                server = Server(name, words, {}, PORT, "/", folder / "ray.log")
+                arm, models = Arm(name, [server], arm.target), []
             try:
                 took[name].append(started(arm, models, options.start_timeout))
+                if name in idle:
+                    time.sleep(_SETTLE_S)
+                    idle[name].append(arm.idle_cores(options.idle_seconds))
                 if name == "loomserve":
                     took["back"].append(kill_engines(platform, "idle"))
             finally:
                 for server in arm.servers:
                     server.stop()
             print(f"run {number}: {name} answers after {took[name][-1]:.1f} s", flush=True)
-    vllm, loomserve, back = (of[1:] for of in took.values())
+    vllm, loomserve, back, _ = (of[1:] for of in took.values())
     return {
         "two_engines_ready_s": spread(loomserve),
         "two_vllm_servers_start_s": spread(vllm),
         "start_ratio": ratios(loomserve, vllm),
         "engine_back_s": spread(back),
+        "idle_cores_two_models": spread(idle["loomserve"]),
+        "idle_cores_ray_serve": spread(idle["ray"]),
+        "idle_ratio": ratios(idle["loomserve"], idle["ray"]),
     }
 
 
@@ -104,6 +110,7 @@ def main() -> int:
     parser.add_argument("--model", default="demo", help="demo, a folder, or a hub id")
     parser.add_argument("--dtype", help="vLLM's dtype for both arms; else what this CPU is fit for")
     parser.add_argument("--runs", type=int, default=3, help="of each arm, after a first one")
+    parser.add_argument("--idle-seconds", type=float, default=60, help="left alone, s")
     parser.add_argument("--start-timeout", type=float, default=600, help="for each server, s")
     return run("start", parser.parse_args(), measured, without=("start_timeout",))
 
