@@ -52,7 +52,14 @@ def run_platform(
         StartError: one of them does not start.
     """
     apps = {
-        CONTROLLER_APP: _controller_app(config, replicas, internal_token, base, store, placed),
+        CONTROLLER_APP: single(Controller, CONTROLLER_DEPLOYMENT, config).bind(
+            config.model_dump(mode="json"),
+            replicas,
+            internal_token,
+            base,
+            store.model_dump(mode="json") if store else None,
+            placed,
+        ),
         GATEWAY_APP: build_gateway_app(config, internal_token, store, None),
     }
     if config.batch is not None:
@@ -89,25 +96,6 @@ def why_failed(app: ApplicationStatusOverview) -> str:
             # First it says how often it was tried, then the traceback, and at last the error.
             return f"{lines[-1].strip()} (more in {logs})"
     return f"{app.message} (more in {logs})"
-
-
-def _controller_app(
-    config: Config,
-    replicas: dict[str, int],
-    internal_token: str,
-    base: str,
-    store: StoreOptions | None,
-    placed: dict[str, str],
-) -> Any:
-    deployment = single(Controller, CONTROLLER_DEPLOYMENT, config)
-    return deployment.bind(
-        config.model_dump(mode="json"),
-        replicas,
-        internal_token,
-        base,
-        store.model_dump(mode="json") if store else None,
-        placed,
-    )
 
 
 def _batch_app(config: Config, internal_token: str, base: str) -> Any:

@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,25 +79,26 @@ class OwnMemory:
         milliseconds a GiB. So that is done rarely, and what has come or gone since is added, which
         the kernel has counted: all that no file backs, with what was shared by a fork.
         """
-        found = set(self._processes())
-        private = sum(each.rss - each.shared for each in _of(found, psutil.Process.memory_info))
+        private = self._sum(lambda each: _private(each.memory_info()))
         if time.monotonic() - self._exact_at > _EXACT_PERIOD_S:
-            self._exact = sum(each.uss for each in _of(found, psutil.Process.memory_full_info))
+            self._exact = self._sum(lambda each: int(each.memory_full_info().uss))
             self._private, self._exact_at = private, time.monotonic()
         return max(0, self._exact + private - self._private)
 
-    def _processes(self) -> Iterator[psutil.Process]:
+    def _sum(self, read: Callable[[psutil.Process], int]) -> int:
+        found = set[int]()
         for pid in self._pids:
-            with contextlib.suppress(OSError, psutil.Error):
-                yield from map(psutil.Process, with_descendants(pid))
+            with contextlib.suppress(OSError):
+                found.update(with_descendants(pid))
+        total = 0
+        for pid in found:
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                total += read(psutil.Process(pid))
+        return total
 
 
-def _of(
-    processes: Iterable[psutil.Process], read: Callable[[psutil.Process], Any]
-) -> Iterator[Any]:
-    for each in processes:
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            yield read(each)
+def _private(info: Any) -> int:
+    return int(info.rss - info.shared)
 
 
 def constants(path: str, facts: EngineFacts, kv_bytes: int) -> dict[str, int]:
