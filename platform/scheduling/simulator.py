@@ -252,8 +252,9 @@ class Simulator:
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens of the requests that wait, for which they hold no blocks."""
-        return sum(one.tokens for kept in (self._coming, self._waiting) for one in kept)
+        """Tokens for which requests hold no blocks yet."""
+        waiting = sum(one.tokens for kept in (self._coming, self._waiting) for one in kept)
+        return waiting + sum(one.tokens - one.computed for one in self._running if one.prefilling)
 
     @property
     def kv_usage(self) -> float:

@@ -175,7 +175,7 @@ class SimulatedEngine:
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens of those that wait."""
+        """Tokens for which requests hold no memory yet."""
         return self._schedule.waiting_tokens
 
     def add(self, request: WireRequest, client: int, now: float) -> HeldRequest:

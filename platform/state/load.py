@@ -74,7 +74,7 @@ class ReplicaLoad(StateModel):
     running: int = Field(description="Requests in the running batch.")
     waiting: int = Field(description="Requests in the engine's queue.")
     waiting_tokens: int = Field(
-        0, description="Tokens of those, for which they have no KV memory yet."
+        0, description="Tokens of requests for which they have no KV memory yet."
     )
     kv_cache_usage: float = Field(description="Share of KV blocks in use, 0 to 1.")
     step_time_s: float = Field(description="Mean time of recent steps; 0 before the first.")

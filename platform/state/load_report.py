@@ -32,7 +32,7 @@ class LoadReport(NamedTuple):
     kv_usage: float
     """Share of KV blocks in use, 0 to 1."""
     waiting_tokens: int = 0
-    """Tokens for which requests in the queue have no KV memory yet."""
+    """Tokens of requests for which they have no KV memory yet."""
 
     def frame(self) -> bytes:
         return _FRAME.pack(LOAD, *self)

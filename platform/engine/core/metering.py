@@ -53,7 +53,7 @@ class CoreMeter:
         self.asleep = False
         """Whether the engine sleeps."""
         self.waiting_tokens = 0
-        """Tokens for which requests in the queue have no KV memory yet; whoever steps counts."""
+        """Tokens of requests for which they have no KV memory yet; whoever steps counts."""
         self._lock = threading.Lock()
         self._turnaround = Turnaround()
         self._metrics = ScheduledRequestMetrics()

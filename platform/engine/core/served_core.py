@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 import msgspec
@@ -248,14 +248,17 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
     def _measure(self) -> None:
         scheduler = self.scheduler
         running, waiting = scheduler.get_request_counts()
-        self.meter.waiting_tokens = tokens = self._waiting_tokens() if waiting else 0
+        self.meter.waiting_tokens = tokens = self._waiting_tokens()
         usage = scheduler.get_kv_cache_usage()
         self.loads.measured(self.steps, running, waiting, usage, tokens)
 
     def _waiting_tokens(self) -> int:
-        """Tokens for which requests wait for KV memory, as far as these would fill all of it."""
-        cache, total = self.vllm_config.cache_config, 0
-        for request in chain(self.scheduler.waiting, self.scheduler.skipped_waiting):
+        """Tokens without KV memory yet, of prompts that are computed in parts and of requests that
+        wait, as far as they would fill all of it."""
+        cache, scheduler, total = self.vllm_config.cache_config, self.scheduler, 0
+        # Those whose prompts are computed came last.
+        partly = takewhile(_has_prompt_left, reversed(scheduler.running))
+        for request in chain(partly, scheduler.waiting, scheduler.skipped_waiting):
             total += request.num_tokens - request.num_computed_tokens
             if total >= (cache.num_gpu_blocks or 0) * cache.block_size:
                 break
@@ -276,3 +279,8 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
             dropped_bytes=self._sleep.dropped_bytes,
             network=self._network.address,
         )
+
+
+def _has_prompt_left(request: Request) -> bool:
+    left: int = request.num_tokens - request.num_computed_tokens
+    return left > 1
