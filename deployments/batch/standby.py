@@ -28,14 +28,9 @@ class StandbyBatchLane(BatchLaneDeployment):
     """A :class:`BatchLaneDeployment` that runs before it owns its folder."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self,
-        options: dict[str, Any],
-        offline: list[dict[str, Any]],
-        folder: str,
-        server: dict[str, Any],
-        internal_token: str,
+        self, options: dict[str, Any], offline: list[dict[str, Any]], folder: str, *given: Any
     ) -> None:
-        begin = partial(super().__init__, options, offline, folder, server, internal_token)
+        begin = partial(super().__init__, options, offline, folder, *given)
         self._opening = asyncio.create_task(self._open(Path(folder), begin))
 
     async def _open(self, folder: Path, begin: Callable[[], Awaitable[None]]) -> None:

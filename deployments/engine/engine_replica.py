@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ class EngineReplica:
         )
         self._first = ToldAnswer(changed=lambda: self._heartbeats.send_now())
         await self._listen()
-        self._memory = OwnMemory(self._engine.pid)
+        self._own_bytes = partial(asyncio.to_thread, OwnMemory(self._engine.pid).read)
         self._footprint = Footprint(
             constants(self._path, self._engine.facts, _kv_bytes(self._spec)),
             start_s=time.monotonic() - began,
@@ -186,9 +187,6 @@ class EngineReplica:
         self._http = HttpServer(guarded, sock, bounds=INTERNAL)
         await self._http.start()
         self._gate = await NodeGate.open(address, self._spec.internal_token)
-
-    async def _own_bytes(self) -> int:
-        return await asyncio.to_thread(self._memory.read)
 
     async def _gpu_bytes(self) -> int:
         return sum(await self._engine.collective_rpc("taken_bytes", timeout_s=_STATS_TIMEOUT_S))

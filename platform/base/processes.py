@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-NOBODY = (FileNotFoundError, ProcessLookupError)
-"""What is raised of a process that has ended."""
+NOBODY = (FileNotFoundError, ProcessLookupError)  # raised of a process that has ended
 
 
 def threads(pid: int) -> Iterator[Path]:

@@ -62,10 +62,7 @@ class Footprint:
 
 
 class OwnMemory:
-    """What this process and an engine's have of memory for themselves, with their children.
-
-    Shared memory has another owner; an engine that was forked is no child.
-    """
+    """What this process, an engine's, and their children have of memory that no other owns."""
 
     def __init__(self, engine_pid: int) -> None:
         self._pids = os.getpid(), engine_pid
@@ -75,11 +72,10 @@ class OwnMemory:
     def read(self) -> int:
         """Bytes.
 
-        What is a process's own is read by a walk through its page tables, which takes some
-        milliseconds a GiB. So that is done rarely, and what has come or gone since is added, which
-        the kernel has counted: all that no file backs, with what was shared by a fork.
+        That is a walk through page tables, some milliseconds a GiB. So it is made rarely, and what
+        has come or gone since is added, as the kernel counts it: all that no file backs.
         """
-        private = self._sum(lambda each: _private(each.memory_info()))
+        private = self._sum(_private)
         if time.monotonic() - self._exact_at > _EXACT_PERIOD_S:
             self._exact = self._sum(lambda each: int(each.memory_full_info().uss))
             self._private, self._exact_at = private, time.monotonic()
@@ -97,7 +93,8 @@ class OwnMemory:
         return total
 
 
-def _private(info: Any) -> int:
+def _private(process: psutil.Process) -> int:
+    info = process.memory_info()
     return int(info.rss - info.shared)
 
 

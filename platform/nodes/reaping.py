@@ -47,10 +47,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def started(parent: int, names: Collection[str]) -> Iterator[psutil.Process]:
-    """Children of these names, with those that have ended and were not waited for.
-
-    One that is just being started has a name before it has arguments, and is not told of yet.
-    """
+    """Children of these names, ended ones too, that have arguments: a name comes before those."""
     with contextlib.suppress(psutil.Error, OSError):
         for each in map(psutil.Process, children(parent)):
             if each.name() in names and (has_ended(each) or each.cmdline()):
