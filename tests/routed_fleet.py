@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
@@ -148,7 +148,7 @@ class RoutedFleet:
             if not self._each_step:
                 first = self._told_every_s * (place + 1) / len(self._engines)
                 heappush(self._due, (first, next(self._numbers), f"tell {id_}"))
-        coming: Iterator[Asked | None] = iter(sorted(arrivals, key=lambda one: one.at_s))
+        coming = iter(sorted(arrivals, key=lambda one: one.at_s))
         one = next(coming, None)
         while one is not None or self._tickets:
             if one is not None and (not self._due or one.at_s <= self._due[0][0]):
@@ -258,7 +258,8 @@ SET_UPS: Mapping[str, tuple[Device, str, float, int]] = {
 
 def like_azure(kind: str, rate: float, requests: int, longest: int, seed: str) -> list[Asked]:
     """Requests with the lengths of a public trace's, which come at random at such a rate."""
-    rng, at_s, found = random.Random(seed), 0.0, []
+    rng, at_s = random.Random(seed), 0.0
+    found: list[Asked] = []
     for one in azure_like(kind, requests=2 * requests, seed=seed):
         if one.prompt_tokens + one.output_tokens <= longest and len(found) < requests:
             at_s += rng.expovariate(rate)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loomserve.routers.base import Floats, Ints
 from loomserve.routers.policy import KvLink
@@ -78,4 +79,5 @@ def tokens_to_compute(
         fetched = fetch_s / s_per_token + (prompt_tokens - most)
     fetches = (own < most) & np.isfinite(fetched) & (fetched < computed)
     loaded = load_share * (np.where(fetches, most, own) - np.minimum(has, own))
-    return np.where(fetches, fetched, computed) + loaded
+    tokens: NDArray[np.float64] = np.where(fetches, fetched, computed) + loaded
+    return tokens

@@ -129,7 +129,7 @@ def _is_unicode(text: str) -> bool:
         return False
 
 
-def writes_text_alone(request: Any, parser: type | None) -> bool:
+def writes_text_alone(request: Any, parser: Any) -> bool:
     """Whether a chat's stream has no more of a token than its text, by the parser of the model."""
     if request.tools or request.echo or request.n not in {None, 1}:
         return False

@@ -232,6 +232,7 @@ class AnswerLogprobs(LogprobsProcessor):  # type: ignore[misc]
     _since: list[int]
     """The answer's tokens since then."""
     _of_answer = False
+    prompt_logprobs: list[Any] | None
 
     def begin_after(self, end: PromptEnd, decode: Decode) -> None:
         self._before, self._decode, self._since = end, decode, []
