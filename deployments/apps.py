@@ -13,6 +13,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Deplo
 
 from loomserve.deployments.batch.lane import BatchLaneDeployment
 from loomserve.deployments.controller.controller import Controller
+from loomserve.deployments.engine.node_engines import build_engines_app
 from loomserve.deployments.gateway_apps import build_gateway_app
 from loomserve.deployments.ray_node import session_folder
 from loomserve.deployments.serve_options import single, start_apps
@@ -27,6 +28,7 @@ from loomserve.platform.fleet.messages import (
     CONTROLLER_DEPLOYMENT,
     GATEWAY_APP,
     OfflineSpec,
+    engines_app,
 )
 from loomserve.platform.models import catalog
 from loomserve.platform.nodes.resources import on_devices
@@ -52,6 +54,10 @@ def run_platform(
         StartError: one of them does not start.
     """
     apps = {
+        **{
+            engines_app(node): build_engines_app(node, config.server)
+            for node in {each.on for each in config.devices if config.cluster is None}
+        },
         CONTROLLER_APP: single(Controller, CONTROLLER_DEPLOYMENT, config).bind(
             config.model_dump(mode="json"),
             replicas,

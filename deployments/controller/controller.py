@@ -140,12 +140,16 @@ class Controller(PlanMethods):
 
     # What replicas and gateways call
 
-    async def report(self, heartbeat: Heartbeat) -> DesiredState:
-        """Take in a replica's heartbeat; returns the replica's desired state."""
+    async def report(self, *heartbeats: Heartbeat) -> tuple[DesiredState, ...]:
+        """Take in replicas' heartbeats; returns the desired state of each."""
+        desired = tuple(map(self._take, heartbeats))
+        await self._publish()
+        return desired
+
+    def _take(self, heartbeat: Heartbeat) -> DesiredState:
         self._presence.observe(heartbeat)
         desired = self._fleet.report(heartbeat, time.monotonic())
         self._presence.take_problem(heartbeat)
-        await self._publish()
         return desired.model_copy(update={"generation": self._generation})
 
     async def watch(self, version: int, gateway: str) -> Routes:

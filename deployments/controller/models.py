@@ -81,7 +81,10 @@ class ModelLifecycle:
         for record in self._fleet.registry.records:
             if record.unload_deadline is not None:
                 self._spawn(self._finish_unload(record.model.name))
-        self._spawn(self._resume_all(self._fleet.registry.models))
+        # Of engines that sleep Serve has nothing, and their own heartbeats tell.
+        records = self._fleet.registry.records
+        there = [each.model for each in records if each.presence is not Presence.ASLEEP]
+        self._spawn(self._resume_all(there))
 
     async def _resume_all(self, models: Collection[Model]) -> None:
         for model in models:

@@ -73,8 +73,7 @@ class NodeKeeper:
         # Whoever takes the drain back meanwhile waits for the node to come back.
         nodes.leave(name)
         try:
-            if name in nodes_with_gateways(await self._apps.statuses()):
-                await self._apps.end_gateway(name)
+            await self._apps.end_on(name)
             await self._apps.drain_node(node.ray_id, _RAY_DEADLINE_S)
         except BaseException:
             nodes.left.discard(name)

@@ -22,7 +22,7 @@ from loomserve.platform.elastic.policy.growth import grow
 from loomserve.platform.elastic.policy.snapshot import HOST, ElasticDecision, NoRoom
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import Heartbeat
-from loomserve.platform.fleet.snapshot import ModelRecord
+from loomserve.platform.fleet.snapshot import FleetModel, ModelRecord
 from loomserve.platform.http.engine_errors import model_failed
 from loomserve.platform.models import catalog
 from loomserve.platform.placement import model_files
@@ -35,6 +35,8 @@ _TICK_S = 0.5
 _DEMAND_EXPIRES_S = 6.0
 # Replicas that are there are told again, and Serve is asked for those that are not.
 _RETRY_S, _PLACE_AGAIN_S = 1.0, 10.0
+# One that wakes or falls asleep may do the other soon, and Serve's replicas follow later.
+_FOLLOW_S = 5.0
 # A model that could not be loaded is tried again with the first request after so long, after four
 # times as long, and so on; then, and where it does not answer, an operator has to say so.
 _FAILED_S, _LONGER, _TRIES = 15.0, 4, 3
@@ -66,6 +68,7 @@ class ModelPresence:
         self._asked_at: dict[str, float] = {}
         self._failures = Failures(fleet)
         self._tried_at: dict[str, float] = {}
+        self._unheld_since: dict[str, float] = {}
 
     async def run(self) -> None:
         try:
@@ -244,14 +247,24 @@ class ModelPresence:
                 continue
             if model.settled:
                 self._tried_at.pop(name, None)
+                self._follow(model, now)
             elif self._is_due(record, bool(model.replicas), now):
                 self._tried_at[name] = now
                 self._mover.begin(name, record.presence, record.why)
 
+    def _follow(self, model: FleetModel, now: float) -> None:
+        """Have Serve start replicas of engines that serve, and end those of others."""
+        if model.is_held:
+            self._unheld_since.pop(model.name, None)
+        elif now - self._unheld_since.setdefault(model.name, now) > _FOLLOW_S:
+            del self._unheld_since[model.name]
+            self._mover.follow(model.name)
+
     def _is_due(self, record: ModelRecord, has_replicas: bool, now: float) -> bool:
         """Whether it is time to try again; Serve starts by itself what merely has ended."""
         if record.presence is Presence.ASLEEP and not has_replicas:
-            return False
+            # Its engine has ended, unless a new controller has not heard of it yet.
+            return now - self._tried_at.setdefault(record.model.name, now) >= _PLACE_AGAIN_S
         comes = record.presence is Presence.READY
         if comes and not (record.on_demand and record.failure is None):
             return False

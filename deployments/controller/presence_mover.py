@@ -87,6 +87,10 @@ class PresenceMover:
         self._moving[name] += 1
         return self._carry_out(name, presence, drains)
 
+    def follow(self, name: str) -> None:
+        """Have Serve's replicas be those of the engines that serve."""
+        self._do(self._models.place(name))
+
     async def ask_for_loads(self) -> None:
         """Refresh the loads of replicas that had requests."""
         now = self._clock()
@@ -137,9 +141,14 @@ class PresenceMover:
             else:
                 self._stay(name, str(error))
                 raise
-        if presence is Presence.UNLOADED and self._is_to_be(name, presence):
+        if not self._is_to_be(name, presence):
+            return
+        if presence is Presence.UNLOADED:
             await self._models.place(name)
             self._fleet.registry.forget_replicas(name)
+        elif not self._fleet.registry.live(name, self._clock()):
+            # Its engine has ended while it slept; the next one is put to sleep once it is there.
+            await self._models.place(name)
 
     def _is_to_be(self, name: str, presence: Presence) -> bool:
         registry = self._fleet.registry

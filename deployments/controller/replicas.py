@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection
 
 from loomserve.deployments.controller.serve_apps import ServeApps
 from loomserve.platform.config import Device, Model
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import EngineSpec, devices_with_replicas
 from loomserve.platform.fleet.nodes import places
-from loomserve.platform.fleet.snapshot import ModelRecord
+from loomserve.platform.fleet.snapshot import ModelRecord, ReplicaRecord
+from loomserve.platform.state import Presence
 
 _DELETING = "DELETING"
 
@@ -58,26 +58,41 @@ class ModelReplicas:
                 # An earlier controller has begun it; until it is done none can come there.
                 await self._apps.delete(name, leaving)
                 there = {device: app for device, app in there.items() if device not in leaving}
-            wanted = self._wanted(record, target, there)
-            missing = tuple(device for device in wanted if device not in there)
+            live = self._live(record)
+            asleep = {
+                device
+                for device, each in live.items()
+                if each.asleep and record.presence is Presence.ASLEEP
+            }
+            wanted = self._wanted(record, target, there.keys() | asleep)
+            # The engine of one that sleeps stays without a replica of Serve's.
+            missing = tuple(device for device in wanted if device not in there.keys() | asleep)
             if missing:
                 handed = await self._apps.deploy(self._spec_of(model), missing, self._base)
                 self._fleet.registry.set_failure(name, handed.problem)
                 if handed.problem is not None:
                     return
                 self._fleet.registry.set_front_end(name, handed.front_end)
-            if unwanted := there.keys() - set(wanted):
+            alone = {device for device, each in live.items() if not each.heartbeat.held}
+            if unwanted := (there.keys() | alone) - set(wanted):
                 await self._apps.delete(name, unwanted)
+            if sleeping := there.keys() & asleep & set(wanted):
+                await self._apps.release(name, sleeping)
 
     async def end(self, name: str) -> None:
         """End all replicas of a model; raises Serve's errors."""
         async with self._busy[name]:
+            record = self._fleet.registry.record(name)
             there = devices_with_replicas(name, await self._apps.statuses())
-            await self._apps.delete(name, there)
+            await self._apps.delete(name, there.keys() | self._live(record).keys())
 
-    def _wanted(
-        self, record: ModelRecord, target: int, there: Mapping[str, Any]
-    ) -> tuple[str, ...]:
+    def _live(self, record: ModelRecord) -> dict[str, ReplicaRecord]:
+        """Live replicas by the device that each stands at; of a pipeline its first one."""
+        live = self._fleet.registry.live(record.model.name, self._clock())
+        first = None if record.model.pipeline is None else record.model.devices[0]
+        return {first or each.device: each for each in live}
+
+    def _wanted(self, record: ModelRecord, target: int, there: Collection[str]) -> tuple[str, ...]:
         model = record.model
         if not target:
             return ()

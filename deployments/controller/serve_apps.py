@@ -8,7 +8,9 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.schema import ApplicationStatus
 
+from loomserve.deployments.engine.app import engines_of
 from loomserve.deployments.engine.deploy import (
     Handed,
     applications,
@@ -16,11 +18,18 @@ from loomserve.deployments.engine.deploy import (
     hand_to_serve_elsewhere,
     takes_long,
 )
+from loomserve.deployments.engine.node_engines import build_engines_app
 from loomserve.deployments.gateway_apps import start_gateway
 from loomserve.deployments.ray_node import LivingNode, drain_node, living_nodes
+from loomserve.deployments.serve_options import start_apps
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.config import Config
-from loomserve.platform.fleet.messages import EngineSpec, gateway_app, replica_app
+from loomserve.platform.fleet.messages import (
+    EngineSpec,
+    engines_app,
+    gateway_app,
+    replica_app,
+)
 
 
 class ServeApps:
@@ -37,10 +46,13 @@ class ServeApps:
         self._check_owner = check_owner
         self._gateways = config, internal_token, store
         self._deploying: dict[str, Any] = {}
+        self._nodes = {device.name: device.on for device in config.devices}
+        self._starting = asyncio.Lock()
 
     async def deploy(self, spec: EngineSpec, devices: Sequence[str], base: str) -> Handed:
         """Have Serve start replicas; TakenOver: another controller does."""
         await asyncio.to_thread(self._check_owner)
+        await self._start_hosts({self._nodes[device] for device in devices})
         if not takes_long(spec):
             return await asyncio.to_thread(hand_to_serve, spec, devices, base)
         name = spec.model.name
@@ -58,13 +70,51 @@ class ServeApps:
         if name in self._deploying:
             ray.cancel(self._deploying[name], force=True)
 
+    async def _start_hosts(self, nodes: Collection[str]) -> None:
+        """Have Serve start the actors of these nodes' engines, where they are missing."""
+        async with self._starting:
+            there = await self.statuses()
+            server = self._gateways[0].server
+            missing = {
+                app: build_engines_app(node, server)
+                for node in nodes
+                if (app := engines_app(node)) not in there
+            }
+            if missing:
+                await asyncio.to_thread(start_apps, missing)
+
     async def delete(self, name: str, devices: Collection[str]) -> None:
-        """End a model's replicas on these devices within a minute; raises Serve's errors."""
+        """End a model's replicas on these devices within a minute, and their engines, whether they
+        sleep or not; raises Serve's errors."""
+        await self._delete(name, devices)
+        await self._tell_hosts("end", name, devices)
+
+    async def release(self, name: str, devices: Collection[str]) -> None:
+        """The same, but have the engines stay without a replica."""
+        await self._tell_hosts("let_go", name, devices)
+        await self._delete(name, devices)
+
+    async def _delete(self, name: str, devices: Collection[str]) -> None:
         await asyncio.to_thread(self._check_owner)
         await asyncio.gather(
             *(
                 asyncio.to_thread(serve.delete, replica_app(name, device), _blocking=True)
                 for device in devices
+            )
+        )
+
+    async def _tell_hosts(self, what: str, name: str, devices: Collection[str]) -> None:
+        """Call the actors that have these engines; where one does not run, its engines have
+        ended."""
+        await asyncio.to_thread(self._check_owner)
+        apps = await self.statuses()
+        nodes = {device: self._nodes[device] for device in devices}
+        running = {node for node in nodes.values() if _runs(apps.get(engines_app(node)))}
+        await asyncio.gather(
+            *(
+                getattr(engines_of(node), what).remote(name, device)
+                for device, node in nodes.items()
+                if node in running
             )
         )
 
@@ -83,7 +133,12 @@ class ServeApps:
         await asyncio.to_thread(self._check_owner)
         await start_gateway.remote(*self._gateways, node)
 
-    async def end_gateway(self, node: str) -> None:
-        """Have Serve end a node's gateways, once their requests have ended."""
+    async def end_on(self, node: str) -> None:
+        """Have Serve end what a node has of its own, gateways once their requests have ended."""
         await asyncio.to_thread(self._check_owner)
-        await asyncio.to_thread(serve.delete, gateway_app(node), _blocking=False)
+        for app in {gateway_app(node), engines_app(node)} & (await self.statuses()).keys():
+            await asyncio.to_thread(serve.delete, app, _blocking=False)
+
+
+def _runs(app: Any) -> bool:
+    return app is not None and bool(app.status == ApplicationStatus.RUNNING)

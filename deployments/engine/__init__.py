@@ -1,1 +1,1 @@
-"""Replicas: each starts, watches and ends the process of one vLLM engine."""
+"""A node's engines, which one actor starts, watches and ends, and replicas that hold them."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 
 from loomserve.deployments.engine.engine_replica import EngineReplica
 from loomserve.deployments.serve_options import serve_options, start_apps
@@ -14,11 +19,14 @@ from loomserve.platform.config import Model, Simulated
 from loomserve.platform.devices.gpus import FREE_AT_START
 from loomserve.platform.devices.machine import cpu_dtype
 from loomserve.platform.engine.options.known import of_engine
-from loomserve.platform.engine.process.environment import KEEPS_GPUS_VISIBLE, VLLM_ENVIRONMENT
+from loomserve.platform.engine.process.environment import VLLM_ENVIRONMENT
 from loomserve.platform.fleet.messages import (
     ENGINE_DEPLOYMENT,
+    ENGINES_DEPLOYMENT,
+    EngineOrder,
     EngineSpec,
     FrontEndSpec,
+    engines_app,
     replica_app,
 )
 from loomserve.platform.models.policy.parsers import options_of
@@ -27,6 +35,8 @@ from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 from loomserve.platform.simulated.options import SIMULATED_CONFIG
 from loomserve.platform.state.lending_options import LENDING_CONFIG
 
+# The actor of a node's engines may be starting.
+_BEGIN_TIMEOUT_S = 20.0
 # vLLM takes an empty list for all hosts; no host's name has a space.
 _NO_HOST = "no host"
 _LENDING_OPTIONS = {
@@ -42,17 +52,25 @@ def front_end_of(spec: EngineSpec) -> FrontEndSpec:
     return FrontEndSpec(path=spec.path, engine_options=_engine_options(spec), parsers=spec.parsers)
 
 
-def build_replica_app(spec: EngineSpec, device: str) -> Any:
-    """The application of one replica: an engine on a device, or a pipeline over all of them."""
+def order_of(spec: EngineSpec, device: str) -> EngineOrder:
+    """The engine of one replica: on a device, or a pipeline over all of them."""
     front_end = front_end_of(spec)
-    engine_options = front_end.engine_options
+    options = front_end.engine_options
     if not spec.stage_layers:
         own = tuple(each for each in spec.devices if each.name == device)
         spec = spec.model_copy(update={"devices": own})
-    actor: dict[str, Any] = {"num_cpus": 0, "resources": on_devices(spec.devices)}
-    if spec.devices[0].kind != "cpu":
-        # Ray has to know it before it starts the replica's process; it starts others sooner.
-        actor["runtime_env"] = {"env_vars": KEEPS_GPUS_VISIBLE}
+    return EngineOrder(
+        spec=spec,
+        device=device,
+        options=of_engine(options),
+        environment=_environment(spec, options),
+        front_end=front_end,
+    )
+
+
+def build_replica_app(order: EngineOrder) -> Any:
+    """The application of the replica that holds an engine."""
+    spec = order.spec
     deployment = serve.deployment(
         EngineReplica,
         name=ENGINE_DEPLOYMENT,
@@ -60,15 +78,27 @@ def build_replica_app(spec: EngineSpec, device: str) -> Any:
         # Requests do not pass through Serve; the gateway keeps the limit.
         max_ongoing_requests=1_000_000,
         graceful_shutdown_timeout_s=spec.server.drain_timeout_s + 15,
-        ray_actor_options=actor,
+        ray_actor_options={"num_cpus": 0, "resources": on_devices(spec.devices)},
         **serve_options(spec.server.log_format),
     )
     return deployment.bind(
-        spec.model_dump(mode="json"),
-        of_engine(engine_options),
-        _environment(spec, engine_options),
-        front_end.model_dump(mode="json"),
+        spec.model.name, order.device, spec.devices[0].on, order.model_dump(mode="json")
     )
+
+
+def begin(orders: Iterable[EngineOrder]) -> None:
+    """Have nodes begin to start engines, which replicas hold that come meanwhile."""
+    for order in orders:
+        began = engines_of(order.spec.devices[0].on).start.remote(order.model_dump(mode="json"))
+        # Where that fails, the replica has it start.
+        with contextlib.suppress(RayError, RayServeException, TimeoutError):
+            began.result(timeout_s=_BEGIN_TIMEOUT_S)
+
+
+@cache
+def engines_of(node: str) -> DeploymentHandle[Any]:
+    """The actor of a node's engines; each handle has a router, which stays."""
+    return serve.get_deployment_handle(ENGINES_DEPLOYMENT, engines_app(node))
 
 
 def run_replicas(spec: EngineSpec, apps: Mapping[str, Any]) -> None:

@@ -11,7 +11,13 @@ from typing import Any
 import ray
 from ray import serve
 
-from loomserve.deployments.engine.app import build_replica_app, front_end_of, run_replicas
+from loomserve.deployments.engine.app import (
+    begin,
+    build_replica_app,
+    front_end_of,
+    order_of,
+    run_replicas,
+)
 from loomserve.platform.base.errors import LoomserveError
 from loomserve.platform.engine.options.model_check import check_model, check_options
 from loomserve.platform.fleet.messages import EngineSpec, FrontEndSpec
@@ -61,9 +67,11 @@ def hand_to_serve(spec: EngineSpec, devices: Sequence[str], base: str) -> Handed
     try:
         with _ONE_AT_A_TIME:
             resolved = _resolved(spec, Path(base))
-            with _PICKLES:
-                apps = {device: build_replica_app(resolved, device) for device in devices}
-                run_replicas(resolved, apps)
+            orders = {device: order_of(resolved, device) for device in devices}
+        begin(orders.values())
+        with _ONE_AT_A_TIME, _PICKLES:
+            apps = {device: build_replica_app(order) for device, order in orders.items()}
+            run_replicas(resolved, apps)
     except LoomserveError as error:
         return Handed(problem=str(error))
     return Handed(front_end_of(resolved))

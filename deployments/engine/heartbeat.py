@@ -1,10 +1,11 @@
-"""A replica's heartbeats to the controller, and what gateways have told it for them."""
+"""Engines' heartbeats to the controller, and what gateways have told them for these."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 from ray import serve
 from starlette.requests import Request
@@ -26,32 +27,41 @@ _PERIOD_S = 2.0
 _TIMEOUT_S = 5.0
 
 
-class HeartbeatSender:
-    """Sends a heartbeat every two seconds, and applies the desired state that answers it."""
+class Reporting(Protocol):
+    """An engine that reports to the controller."""
 
-    def __init__(
-        self, heartbeat: Callable[[], Heartbeat], apply: Callable[[DesiredState], None]
-    ) -> None:
-        self._heartbeat, self._apply = heartbeat, apply
+    def heartbeat(self) -> Heartbeat: ...
+
+    def apply(self, desired: DesiredState) -> None: ...
+
+
+class HeartbeatSender:
+    """Sends the heartbeats of a node's engines every two seconds, all at once, and has each engine
+    carry out the desired state that answers its own."""
+
+    def __init__(self, engines: Callable[[], Sequence[Reporting]]) -> None:
+        self._engines = engines
         self.controllers = LatestGeneration()
-        """Whose orders the replica carries out."""
+        """Whose orders the engines carry out."""
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
 
     async def run(self) -> None:
-        # The controller may be restarting; the next heartbeat will reach it.
-        await every(_PERIOD_S, self._send, failed=lambda _: None)
+        # The controller may be restarting; the next heartbeats will reach it.
+        await every(_PERIOD_S, lambda: self._send(self._engines()), failed=lambda _: None)
 
-    async def send_now(self) -> None:
+    async def send_now(self, engine: Reporting) -> None:
         """Send one at once; the controller may be away."""
         with contextlib.suppress(Exception):
-            await self._send()
+            await self._send([engine])
 
-    async def _send(self) -> None:
-        answer = self._controller.report.remote(self._heartbeat())
-        desired: DesiredState = await asyncio.wait_for(answer, _TIMEOUT_S)
-        # One of a controller that another has taken over from changes nothing.
-        if self.controllers.admits(desired.generation):
-            self._apply(desired)
+    async def _send(self, engines: Sequence[Reporting]) -> None:
+        if not engines:
+            return
+        answer = self._controller.report.remote(*(each.heartbeat() for each in engines))
+        for each, desired in zip(engines, await asyncio.wait_for(answer, _TIMEOUT_S), strict=True):
+            # One of a controller that another has taken over from changes nothing.
+            if self.controllers.admits(desired.generation):
+                each.apply(desired)
 
 
 class ToldAnswer:

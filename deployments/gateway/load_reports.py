@@ -22,6 +22,8 @@ from loomserve.routers.table import ReplicaTable
 _log = logging.getLogger("ray.serve")
 
 _PERIOD_S = 1.0
+# Added for one that sleeps: what wakes it is pushed, or tells the controller.
+_ASLEEP_S = 4.0
 _TIMEOUT_S = 5.0
 _STORES_PERIOD_S = 5.0
 
@@ -82,6 +84,8 @@ class LoadReports:
             pushed = self._pushed.get(replica_id)
             newer = pushed is not None and pushed.at >= asked_at
             self._table.report(replica_id, pushed.in_report(report) if pushed and newer else report)
+            if report.load is not None and report.load.asleep:
+                await asyncio.sleep(_ASLEEP_S)
 
         await every(
             _PERIOD_S,

@@ -1,1 +1,1 @@
-"""Devices of this machine: claimed by one replica each, with memory for so many."""
+"""Devices of this machine: what binds processes to them, and memory for so many."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-from prometheus_client import Gauge
+from prometheus_client import CollectorRegistry, Gauge
 
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.base.processes import with_descendants
@@ -25,19 +24,15 @@ from loomserve.platform.state import FootprintState
 _PERIOD_S = 8.0
 _EXACT_PERIOD_S = 120.0
 
-MEMORY = Gauge(
-    "loomserve_engine_memory_bytes",
-    "What an engine has of its device's memory, KV included: of the host's on cores, else of GPUs.",
-)
-USED = Gauge(
-    "loomserve_host_memory_used_ratio",
-    "Share of the node's memory that is used, or of its container's, if that has less left.",
-)
-
 
 class Footprint:
     def __init__(
-        self, facts: dict[str, int], *, start_s: float, measure: Callable[[], Awaitable[int]]
+        self,
+        facts: dict[str, int],
+        *,
+        start_s: float,
+        measure: Callable[[], Awaitable[int]],
+        registry: CollectorRegistry,
     ) -> None:
         """``facts`` are the fields of :class:`FootprintState` that never change.
 
@@ -47,14 +42,26 @@ class Footprint:
         self.state: FootprintState | None = None
         self._facts: dict[str, Any] = {**facts, "start_s": start_s, "ready_at": time.monotonic()}
         self._measure = measure
+        self._memory = Gauge(
+            "loomserve_engine_memory_bytes",
+            "What an engine has of its device's memory, KV included: of the host's on cores, else "
+            "of GPUs.",
+            registry=registry,
+        )
+        self._used = Gauge(
+            "loomserve_host_memory_used_ratio",
+            "Share of the node's memory that is used, or of its container's, if that has less "
+            "left.",
+            registry=registry,
+        )
 
     async def keep(self) -> None:
         """Measure for ever; the last measurement stays while an engine does not answer."""
         while True:
-            USED.set(used_share(memory_bounds()))
+            self._used.set(used_share(memory_bounds()))
             with contextlib.suppress(TimeoutError, EngineEnded):
                 size = await self._measure()
-                MEMORY.set(size)
+                self._memory.set(size)
                 self.state = FootprintState(
                     **self._facts, memory_bytes=size, memory_measured_at=time.monotonic()
                 )
@@ -62,10 +69,10 @@ class Footprint:
 
 
 class OwnMemory:
-    """What this process, an engine's, and their children have of memory that no other owns."""
+    """What an engine's process and its children have of memory that no other owns."""
 
     def __init__(self, engine_pid: int) -> None:
-        self._pids = os.getpid(), engine_pid
+        self._pid = engine_pid
         self._exact = self._private = 0
         self._exact_at = -math.inf
 
@@ -82,10 +89,9 @@ class OwnMemory:
         return max(0, self._exact + private - self._private)
 
     def _sum(self, read: Callable[[psutil.Process], int]) -> int:
-        found = set[int]()
-        for pid in self._pids:
-            with contextlib.suppress(OSError):
-                found.update(with_descendants(pid))
+        found: list[int] = []
+        with contextlib.suppress(OSError):
+            found = list(with_descendants(self._pid))
         total = 0
         for pid in found:
             with contextlib.suppress(psutil.Error):  # it has just ended

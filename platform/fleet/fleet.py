@@ -52,8 +52,9 @@ class Fleet:
         # The moments of two measurements are told apart best by the clock that both are of.
         sums, heartbeat = sums_of(heartbeat), heartbeat.received(now)
         if heartbeat.model.name not in self.registry:
-            # Its model has just been unloaded.
-            return DesiredState(draining=True, stop_timeout_s=0.0, role=heartbeat.stats.role)
+            why = "its model has been unloaded"
+            role = heartbeat.stats.role
+            return DesiredState(draining=True, gives_back=why, stop_timeout_s=0.0, role=role)
         if sums is not None:
             self.registry.rates.take(heartbeat.replica_id, *sums)
         before = self.registry.find(heartbeat.replica_id)

@@ -40,9 +40,11 @@ CONTROLLER_APP = "loomserve-controller"
 MODEL_APP_PREFIX = "model:"
 BATCH_APP = "loomserve-batch"
 READY_APP = "loomserve-ready"
+ENGINES_APP_PREFIX = "loomserve-engines"
 GATEWAY_DEPLOYMENT = "Gateway"
 CONTROLLER_DEPLOYMENT = "Controller"
 ENGINE_DEPLOYMENT = "Engine"
+ENGINES_DEPLOYMENT = "Engines"
 # No name of a model or a device has it.
 _ON = "@"
 BATCH_DEPLOYMENT = "BatchLane"
@@ -76,6 +78,11 @@ def replica_app(model: str, device: str) -> str:
     return f"{model_app(model)}{_ON}{device}"
 
 
+def engines_app(node: str) -> str:
+    """The Serve application of the actor that has a node's engines."""
+    return f"{ENGINES_APP_PREFIX}{_ON}{node}"
+
+
 def gateway_app(node: str) -> str:
     """The Serve application of a node's gateways, but of the one that has ``GATEWAY_APP``."""
     return f"{GATEWAY_APP}{_ON}{node}"
@@ -88,7 +95,8 @@ def nodes_with_gateways(apps: Iterable[str]) -> frozenset[str]:
 
 def is_ours(app: str) -> bool:
     once = (GATEWAY_APP, CONTROLLER_APP, BATCH_APP, READY_APP)
-    return app in once or app.startswith((MODEL_APP_PREFIX, GATEWAY_APP + _ON))
+    several = (MODEL_APP_PREFIX, GATEWAY_APP + _ON, ENGINES_APP_PREFIX)
+    return app in once or app.startswith(several)
 
 
 def devices_with_replicas(model: str, apps: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,6 +139,22 @@ class FrontEndSpec(_Message):
     parsers: ChatParsers | None = Field(None, description="Those among the options, and why.")
 
 
+class EngineOrder(_Message):
+    """An engine that a node is to have.
+
+    Attributes:
+        device: Whose replica it is of; of a pipeline, the first of the model's.
+        options: vLLM's, of the engine alone.
+        environment: Variables of the engine's processes.
+    """
+
+    spec: EngineSpec
+    device: str
+    options: dict[str, Any]
+    environment: dict[str, str]
+    front_end: FrontEndSpec
+
+
 class AwakeOrder(_Message):
     """Whether a replica's engine is to be awake, to which the replica answers once it is so."""
 
@@ -164,6 +188,7 @@ class Heartbeat(_Message):
     address: str
     pid: int
     engine_pid: int
+    held: bool = Field(True, description="Whether a replica of Serve's holds its engine.")
     max_model_len: int
     in_flight: int
     memory_used: float = Field(0.0, description="Share of its node's, or of its container's.")

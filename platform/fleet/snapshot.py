@@ -314,6 +314,12 @@ class FleetModel:
                 return self.awake >= self.record.target_replicas
 
     @property
+    def is_held(self) -> bool:
+        """Whether Serve has a replica for each engine that is to serve, and none for others."""
+        serves = self.record.presence is Presence.READY
+        return all(each.heartbeat.held is serves for each in self.replicas)
+
+    @property
     def answers(self) -> bool:
         """Whether some replica has answered."""
         return any(each.heartbeat.answers for each in self.replicas)

@@ -9,7 +9,7 @@ from loomserve.platform.adapters.messages import Adapter, AdapterRoute
 from loomserve.platform.adapters.table import AdapterTable
 from loomserve.platform.aliases.table import AliasTable
 from loomserve.platform.config import LOCAL_NODE, Device
-from loomserve.platform.devices.claims import place
+from loomserve.platform.devices.binding import place
 from loomserve.platform.fleet.messages import (
     ModelRoute,
     ReplicaRoute,

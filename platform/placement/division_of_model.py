@@ -8,7 +8,7 @@ from pathlib import Path
 
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.config import Device, Model
-from loomserve.platform.devices.claims import place
+from loomserve.platform.devices.binding import place
 from loomserve.platform.placement import device_profile
 from loomserve.platform.placement.configured import wanted_of
 from loomserve.platform.placement.policy import placer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.config import Model, load
-from loomserve.platform.devices.claims import place
+from loomserve.platform.devices.binding import place
 from loomserve.platform.devices.memory import least_replicas
 from loomserve.platform.models import catalog
 from loomserve.platform.models.chat_files import choose_parsers

@@ -68,7 +68,7 @@ def test_a_killed_only_engine_holds_its_stream_until_another_comes_and_not_for_e
 ) -> None:
     stream = long_stream(platform, COLD, 160)
     next(iter(stream))
-    replica = model_state(platform, COLD)["replicas"][0]
+    replica = held(platform, COLD)
     process = psutil.Process(replica["pid"])
     engine_process(replica).kill()
     began = time.monotonic()
@@ -104,7 +104,35 @@ def test_an_engine_that_is_stopped_for_ever_is_killed_and_another_answers(
     assert ask(platform, COLD)
 
 
-def test_requests_of_a_model_survive_the_death_of_one_replica(
+def held(platform: Platform, model: str, before: int = 0) -> dict[str, Any]:
+    """A replica with a process of Serve's of its own; an engine serves before that is there."""
+
+    def found() -> dict[str, Any] | None:
+        replicas = model_state(platform, model)["replicas"]
+        own = "ray::ServeReplica:model:"
+        for each in replicas:
+            if each["pid"] != before and command_line(psutil.Process(each["pid"])).startswith(own):
+                return dict(each)
+        return None
+
+    wait_for(lambda: found() is not None, 240)
+    replica = found()
+    assert replica is not None
+    return replica
+
+
+def test_a_stream_goes_on_whose_replicas_process_is_killed(platform: Platform) -> None:
+    replica = held(platform, COLD)
+    stream = long_stream(platform, COLD, 160)
+    next(iter(stream))
+    psutil.Process(replica["pid"]).kill()
+    assert rest_of(stream) == (160, None)
+    again = held(platform, COLD, before=replica["pid"])
+    assert (again["id"], again["engine_pid"]) == (replica["id"], replica["engine_pid"])
+    assert ask(platform, COLD)
+
+
+def test_requests_of_a_model_survive_the_death_of_one_engine(
     platform: Platform, collector: Collector
 ) -> None:
     traces = [Traced() for _ in range(4)]
@@ -112,10 +140,9 @@ def test_requests_of_a_model_survive_the_death_of_one_replica(
     for stream in streams:
         next(iter(stream))
     replica = model_state(platform, HOT)["replicas"][0]
-    process = psutil.Process(replica["pid"])
     engine = engine_process(replica)
     engines = [engine, *engine.children(recursive=True)]
-    process.kill()
+    engine.kill()
     for _ in range(10):
         ask(platform, HOT)
     assert [rest_of(stream) for stream in streams] == [(200, None)] * len(streams)

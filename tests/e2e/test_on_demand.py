@@ -16,6 +16,7 @@ import pytest
 
 from tests.e2e.conftest import ENGINE, Platform, server_section, simulated, started
 from tests.e2e.traced import Traced, seconds, told, tracing
+from tests.forks import descendants
 from tests.unit.platform.tracing.collector import Collector
 from tests.waiting import PATIENCE_S
 
@@ -188,6 +189,52 @@ def test_an_error_after_comments_is_an_event_of_the_stream(platform: Platform) -
     assert '"invalid_request_error"' in lines[-1]
     with pytest.raises(openai.BadRequestError):
         ask(platform, THIRD, tokens=10**6)
+
+
+def actors(platform: Platform, what: str) -> list[psutil.Process]:
+    """Ray's processes of Serve's replicas of an application."""
+    title = f"ray::ServeReplica:{what}"
+    return [each for each in descendants(platform.process) if _title(each).startswith(title)]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return "".join(process.cmdline()[:1])
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def test_only_an_engine_that_serves_has_an_actor(platform: Platform, text: str) -> None:
+    ask(platform, FIRST)
+    until(lambda: len(actors(platform, f"model:{FIRST}")) == 1)
+    put_to_sleep(platform, FIRST)
+    (asleep,) = state_of(platform, FIRST)["replicas"]
+    until(lambda: not actors(platform, f"model:{FIRST}"))
+    assert status(platform, FIRST) == "asleep"
+    assert ask(platform, FIRST) == text
+    until(lambda: len(actors(platform, f"model:{FIRST}")) == 1)
+    (awake,) = state_of(platform, FIRST)["replicas"]
+    assert (awake["id"], awake["engine_pid"]) == (asleep["id"], asleep["engine_pid"])
+    assert ask(platform, FIRST) == text
+
+
+def test_engines_come_back_whose_nodes_actor_is_killed(platform: Platform, text: str) -> None:
+    put_to_sleep(platform, FIRST)
+    assert ask(platform, THIRD) == text
+    (slept,), (served,) = (state_of(platform, name)["replicas"] for name in (FIRST, THIRD))
+    engines = [psutil.Process(each["engine_pid"]) for each in (slept, served)]
+    (host,) = actors(platform, "loomserve-engines")
+    host.kill()
+    assert psutil.wait_procs(engines, PATIENCE_S)[1] == []
+    assert ask(platform, THIRD) == text
+    # The one that slept is started anew, and sleeps again.
+    until(lambda: status(platform, FIRST) == "asleep" and is_another(platform, slept))
+    assert ask(platform, FIRST) == text
+
+
+def is_another(platform: Platform, before: dict[str, Any]) -> bool:
+    replicas = state_of(platform, FIRST)["replicas"]
+    return [each["id"] for each in replicas] not in ([], [before["id"]])
 
 
 def test_fifty_requests_at_once_wake_a_model_once(platform: Platform, text: str) -> None:

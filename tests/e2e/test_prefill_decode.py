@@ -256,7 +256,7 @@ def test_a_killed_prefill_replica_loses_no_request(separated: Platform) -> None:
     with ThreadPoolExecutor(len(prompts)) as pool:
         running = [pool.submit(ask, separated, prompt) for prompt in prompts]
         time.sleep(0.3)
-        psutil.Process(prefill["pid"]).kill()
+        psutil.Process(prefill["engine_pid"]).kill()
         answers = [one.result() for one in running]
     assert all(answer.usage.completion_tokens == 12 for answer in answers)
     wait_for(lambda: len(model_state(separated, HOT)["replicas"]) == 2, 120)

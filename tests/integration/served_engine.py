@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from loomserve.platform.config import Device
-from loomserve.platform.devices.claims import engine_environment
+from loomserve.platform.devices.binding import engine_environment
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
 from loomserve.platform.engine.core.host import EngineHost
 from loomserve.platform.engine.core.messages import EngineStart

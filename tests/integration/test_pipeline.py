@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.engine import end, offline_engine
 from loomserve.platform.config import Device
-from loomserve.platform.devices.claims import pipeline_environment
+from loomserve.platform.devices.binding import pipeline_environment
 from loomserve.platform.engine.executor import NonSpinningExecutor
 from loomserve.platform.models import catalog
 

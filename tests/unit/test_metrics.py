@@ -6,19 +6,18 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import (
-    REGISTRY,
     CollectorRegistry,
     Counter,
     Gauge,
     Histogram,
     generate_latest,
 )
-from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
 from loomserve.kvstore.metrics import KvStoreMetrics
@@ -27,10 +26,9 @@ from loomserve.platform.adapters.messages import Adapter, AdapterRoute
 from loomserve.platform.batch.metrics import BatchMetrics
 from loomserve.platform.disaggregation.metrics import HandoffMetrics
 from loomserve.platform.elastic.metrics import WaitingMetrics
-from loomserve.platform.engine import footprint
+from loomserve.platform.engine.footprint import Footprint
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.http.exposition import merge, split_gauges
-from loomserve.platform.lending import metrics as lending
 from loomserve.platform.lending.messages import LentReport, LoanReport
 from loomserve.platform.lending.metrics import LendingMetrics
 from loomserve.platform.rebalancing.metrics import RebalancingMetrics
@@ -420,15 +418,14 @@ def page_of_everything() -> str:
     continuation.paused(0.1)
     continuation.ended("no_replica")
     engine = {"model": "chat", "replica": "r1", "device": "core0"}
-    LendingMetrics().borrowed([("cold", borrowed(shard=shard("away", 1)))], {"DIED": 1}, 0)
-    LendingMetrics().lent([("hot", lent())])
     of_engine = CollectorRegistry()
+    lending = LendingMetrics(of_engine)
+    lending.borrowed([("cold", borrowed(shard=shard("away", 1)))], {"DIED": 1}, 0)
+    lending.lent([("hot", lent())])
     handoff = HandoffMetrics(of_engine)
     handoff.prompt("local")
     handoff.prompt_tokens(stored=1, recomputed=0)
-    for metric in (*vars(lending).values(), footprint.MEMORY, footprint.USED):
-        if isinstance(metric, MetricWrapperBase):
-            of_engine.register(metric)
+    Footprint({}, start_s=0.0, measure=AsyncMock(), registry=of_engine)
     preemptions = PreemptionMetrics(
         partial(Counter, registry=of_engine), partial(Gauge, registry=of_engine), ["model_name"]
     )
@@ -498,24 +495,24 @@ def lent(name: str = "loan-1") -> LentReport:
     )  # fmt: skip
 
 
-def of_lending(name: str, **labels: str) -> float | None:
-    return REGISTRY.get_sample_value(f"loomserve_lending_{name}", labels)
+def of_lending(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(f"loomserve_lending_{name}", labels)
 
 
 def test_a_shard_is_shown_while_its_loan_is_open_and_its_bytes_are_counted() -> None:
-    metrics = LendingMetrics()
+    metrics = LendingMetrics(registry := CollectorRegistry())
     for phase, copied, away in (("leaving", 100, 0), ("away", 400, 1), ("returning", 500, 1)):
         metrics.borrowed([("of-part", borrowed(shard=shard(phase, copied)))], {}, 0)
-        assert of_lending("shard_away", lender="of-part") == away
-        assert of_lending("shard_pause_seconds", lender="of-part") == 0.25
-        assert of_lending("shard_copied_bytes_total", lender="of-part") == copied
+        assert of_lending(registry, "shard_away", lender="of-part") == away
+        assert of_lending(registry, "shard_pause_seconds", lender="of-part") == 0.25
+        assert of_lending(registry, "shard_copied_bytes_total", lender="of-part") == copied
     metrics.borrowed([("of-part", borrowed("loan-2"))], {}, 0)
-    assert of_lending("shard_away", lender="of-part") is None
-    assert of_lending("shard_copied_bytes_total", lender="of-part") == 500
+    assert of_lending(registry, "shard_away", lender="of-part") is None
+    assert of_lending(registry, "shard_copied_bytes_total", lender="of-part") == 500
 
 
 def test_counters_of_loans_go_on_from_one_loan_to_the_next() -> None:
-    metrics = LendingMetrics()
+    metrics = LendingMetrics(registry := CollectorRegistry())
     for loans in (
         [borrowed(tasks=10)],
         [borrowed(tasks=15)],
@@ -523,28 +520,26 @@ def test_counters_of_loans_go_on_from_one_loan_to_the_next() -> None:
         [borrowed("loan-2", tasks=4, wait_ns=10**9)],
     ):
         metrics.borrowed([("counted", loan) for loan in loans], {}, 0)
-    assert of_lending("tasks_total", lender="counted") == 19
-    assert of_lending("wait_seconds_total", lender="counted") == pytest.approx(3)
+    assert of_lending(registry, "tasks_total", lender="counted") == 19
+    assert of_lending(registry, "wait_seconds_total", lender="counted") == pytest.approx(3)
 
 
 def test_gauges_of_loans_show_only_those_there_are() -> None:
-    metrics = LendingMetrics()
+    metrics = LendingMetrics(registry := CollectorRegistry())
     metrics.borrowed([("gone", borrowed()), ("there", borrowed("loan-2"))], {}, 0)
-    assert of_lending("borrowed_blocks", lender="gone") == 8
-    assert of_lending("longest_wait_seconds", lender="gone") == 0.5
+    assert of_lending(registry, "borrowed_blocks", lender="gone") == 8
+    assert of_lending(registry, "longest_wait_seconds", lender="gone") == 0.5
     metrics.borrowed([("there", borrowed("loan-2"))], {}, 0)
-    assert of_lending("borrowed_blocks", lender="gone") is None
+    assert of_lending(registry, "borrowed_blocks", lender="gone") is None
     metrics.lent([("sums", lent()), ("sums", lent("loan-2"))])
-    assert of_lending("lent_blocks", borrower="sums") == 6
+    assert of_lending(registry, "lent_blocks", borrower="sums") == 6
 
 
 def test_broken_loans_are_counted_once() -> None:
-    # The process's, in which other loans may have broken.
-    before = of_lending("broken_loans_total", reason="REVOKED") or 0
-    metrics = LendingMetrics()
+    metrics = LendingMetrics(registry := CollectorRegistry())
     for count in (1, 1, 3):
         metrics.borrowed([], {"REVOKED": count}, 0)
-    assert of_lending("broken_loans_total", reason="REVOKED") == before + 3
+    assert of_lending(registry, "broken_loans_total", reason="REVOKED") == 3
 
 
 def test_the_engine_metrics_in_the_catalog_exist_in_the_installed_vllm() -> None:

@@ -17,7 +17,7 @@ import torch
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Device
-from loomserve.platform.devices.claims import place
+from loomserve.platform.devices.binding import place
 from loomserve.platform.devices.machine import cpu_dtype
 from loomserve.platform.placement.policy.device_times import (
     DeviceProfile,

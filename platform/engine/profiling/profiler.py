@@ -40,7 +40,7 @@ from loomserve.platform.costs.profile import (
 )
 from loomserve.platform.costs.step_time import OnlineModel, StepTimes, TimedStep
 from loomserve.platform.costs.transfer_time import TimedTransfer
-from loomserve.platform.devices.claims import on_cores
+from loomserve.platform.devices.binding import on_cores
 from loomserve.platform.engine.profiling.profile_key import profile_key, weights_digest
 from loomserve.platform.engine.profiling.step_timing import ProfiledEngine, Workload
 

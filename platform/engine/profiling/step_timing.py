@@ -20,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from loomserve.platform.config import Device
 from loomserve.platform.costs.step_time import Step, TimedStep
-from loomserve.platform.devices.claims import engine_environment, on_cores
+from loomserve.platform.devices.binding import engine_environment, on_cores
 from loomserve.platform.devices.gpus import FREE_AT_START
 from loomserve.platform.devices.machine import cpu_dtype
 from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning

@@ -6,11 +6,13 @@ import contextlib
 import logging
 import time
 
+from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
 from loomserve.platform.base.periodic import every
 from loomserve.platform.fleet.messages import DesiredState, EngineSpec
 from loomserve.platform.lending.messages import EngineRpc
+from loomserve.platform.lending.metrics import LendingMetrics
 from loomserve.platform.lending.replica.endpoint import LoanEndpoint
 from loomserve.platform.lending.replica.reconciler import LoanReconciler
 from loomserve.platform.state import BorrowingState, LentState
@@ -23,15 +25,19 @@ _PERIOD_S = 1.0
 class LoanAgent:
     """Borrows and lends for one replica, as its spec allows: either, both or neither."""
 
-    def __init__(self, rpc: EngineRpc, spec: EngineSpec, replica_id: str) -> None:
+    def __init__(
+        self, rpc: EngineRpc, spec: EngineSpec, replica_id: str, registry: CollectorRegistry
+    ) -> None:
         self._reconciler: LoanReconciler | None = None
         self._endpoint: LoanEndpoint | None = None
         model, lending = spec.model.name, spec.lending
         # Most models that find their pairs by themselves have none.
+        metrics = LendingMetrics(registry)
         quiet = spec.model.lending is not None and spec.model.lending.auto
         if lending is not None and lending.borrow_bytes:
             self._reconciler = LoanReconciler(
                 rpc,
+                metrics,
                 model=model,
                 replica_id=replica_id,
                 most=lending.lenders,
@@ -40,7 +46,9 @@ class LoanAgent:
                 quiet=quiet,
             )
         if lending is not None and lending.lend_bytes:
-            self._endpoint = LoanEndpoint(rpc, model=model, replica_id=replica_id, quiet=quiet)
+            self._endpoint = LoanEndpoint(
+                rpc, metrics, model=model, replica_id=replica_id, quiet=quiet
+            )
 
     @property
     def routes(self) -> list[Route]:

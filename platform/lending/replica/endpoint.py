@@ -27,7 +27,15 @@ _MISSES = 6
 class LoanEndpoint:
     """Loans of one lender's replica."""
 
-    def __init__(self, rpc: EngineRpc, *, model: str, replica_id: str, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        rpc: EngineRpc,
+        metrics: LendingMetrics,
+        *,
+        model: str,
+        replica_id: str,
+        quiet: bool = False,
+    ) -> None:
         """``quiet``: leave the engine alone while it lends nothing."""
         self.lent: tuple[LentState, ...] = ()
         self._rpc = rpc
@@ -35,7 +43,7 @@ class LoanEndpoint:
         self._borrowers: dict[str, str] = {}
         self._missed: Counter[str] = Counter()
         self._draining = False
-        self._metrics = LendingMetrics()
+        self._metrics = metrics
         # A borrower that waits no longer for its loan ends it while the engine still opens it.
         self._one_at_a_time = asyncio.Lock()
 

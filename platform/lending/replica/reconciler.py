@@ -84,6 +84,7 @@ class LoanReconciler:
     def __init__(
         self,
         rpc: EngineRpc,
+        metrics: LendingMetrics,
         *,
         model: str,
         replica_id: str,
@@ -106,7 +107,7 @@ class LoanReconciler:
         self._loans: dict[str, _Loan] = {}
         self._backoffs: dict[str, _Backoff] = {}
         self._problems: dict[str, str] = {}
-        self._metrics = LendingMetrics()
+        self._metrics = metrics
         self._session = aiohttp.ClientSession(
             headers={INTERNAL_TOKEN_HEADER: internal_token},
             connector=PlatformConnector(),

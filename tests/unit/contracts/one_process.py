@@ -9,7 +9,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import Future
-from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,9 +18,11 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 
+from loomserve.deployments.engine.hosted_engine import HostedEngine
+from loomserve.platform.fleet.messages import EngineOrder
 from tests.waiting import PATIENCE_S
 
-_starting: ContextVar[str] = ContextVar("app")
+_made = HostedEngine.__init__
 
 
 class Bound(NamedTuple):
@@ -84,7 +85,8 @@ class OneProcessServe:
             (serve, "delete", self._delete),
             (serve, "status", lambda: SimpleNamespace(applications=self._statuses())),
             (serve, "get_deployment_handle", lambda _, app: Handle(self, app)),
-            (serve, "get_replica_context", _own_context),
+            # Whose names are made up at random.
+            (HostedEngine, "__init__", _with_a_name),
         ):
             self._patches.setattr(where, name, stands_in)
         self._thread.start()
@@ -114,7 +116,6 @@ class OneProcessServe:
             asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def _start(self, name: str, app: Bound) -> None:
-        _starting.set(name)
         if self._starts(name):
             made = app.made_by.__new__(app.made_by)  # type: ignore[call-overload]
             try:
@@ -147,6 +148,6 @@ class OneProcessServe:
         await asyncio.gather(*left, return_exceptions=True)
 
 
-def _own_context() -> Any:
-    name = _starting.get().removeprefix("model:").replace("@", "-")
-    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name))
+def _with_a_name(engine: HostedEngine, order: EngineOrder, *given: Any) -> None:
+    _made(engine, order, *given)
+    engine.id = f"{order.spec.model.name}-{order.device}"

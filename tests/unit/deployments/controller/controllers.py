@@ -69,6 +69,10 @@ class FakeServe:
         self.apps -= gone
         self.deleting -= gone
 
+    async def release(self, name: str, devices: Collection[str]) -> None:
+        await self._answer()
+        self.apps -= {replica_app(name, device) for device in devices}
+
     async def statuses(self) -> Mapping[str, Any]:
         return {
             app: SimpleNamespace(status="DELETING" if app in self.deleting else "RUNNING")

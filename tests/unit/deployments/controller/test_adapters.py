@@ -90,7 +90,7 @@ def test_an_adapter_is_loaded_listed_replaced_and_unloaded(serve: FakeServe, fol
             assert names(one) == {"sql": ("r0",)}
             assert replicas.given == {"engine-1.127.0.0.1": [1]}
             # The replica that it was not given learns of it with its heartbeat.
-            desired = await one.report(report("r1", model=chat()))
+            (desired,) = await one.report(report("r1", model=chat()))
             assert [each.id for each in desired.adapters] == [1]
 
             write_adapter(folder, SHAPES, seed=2, rank=4)
@@ -116,7 +116,7 @@ def test_they_outlive_controllers_with_their_weights(serve: FakeServe, folder: P
         # Whatever becomes of the folder.
         shutil.rmtree(folder)
         async with controlled(config=configured()) as other:
-            desired = await other.report(report("r0", model=chat()))
+            (desired,) = await other.report(report("r0", model=chat()))
             assert desired.adapters == (first.adapter,)
             has_it = (AdapterReport(id=1),)
             await other.report(report("r0", model=chat(), adapters=has_it))
@@ -138,7 +138,7 @@ def test_one_that_a_replica_refuses_is_given_up(serve: FakeServe, folder: Path) 
             assert error.value.param == "source"
             # The one before still answers.
             assert names(one) == {"sql": ("r0",)}
-            desired = await one.report(report("r0", model=chat()))
+            (desired,) = await one.report(report("r0", model=chat()))
             assert [each.id for each in desired.adapters] == [1]
 
     asyncio.run(scenario())

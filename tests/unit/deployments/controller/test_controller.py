@@ -225,7 +225,8 @@ def test_drained_replicas_roles_and_pairs_stay_as_they_were_switched(serve: Fake
             assert not pair.enabled
             await told(other.drain("c1", False))
         async with controlled() as third:
-            assert not (await third.report(report("c1", "core1", model=COLD))).draining
+            (desired,) = await third.report(report("c1", "core1", model=COLD))
+            assert not desired.draining
 
     asyncio.run(scenario())
 
@@ -319,7 +320,7 @@ def test_a_controller_that_hung_cannot_overwrite_the_wishes_of_the_next(serve: F
             await told(other.scale(COLD.name, 2))
             hung._fleet.registry.set_target(COLD.name, 7)
             beat = report("c0", model=COLD)
-            late, newest = await hung.report(beat), await other.report(beat)
+            (late,), (newest,) = await hung.report(beat), await other.report(beat)
             assert late.generation < newest.generation
             assert (hung._routes.current.generation, other._routes.current.generation) == (
                 late.generation,

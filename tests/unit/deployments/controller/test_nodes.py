@@ -38,8 +38,8 @@ class Apps:
         assert node not in self.gateways
         self.gateways.add(node)
 
-    async def end_gateway(self, node: str) -> None:
-        self.gateways.remove(node)
+    async def end_on(self, node: str) -> None:
+        self.gateways.discard(node)
 
     async def drain_node(self, ray_id: str, deadline_s: float) -> None:
         self.drained.append(ray_id)

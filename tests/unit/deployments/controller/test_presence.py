@@ -315,6 +315,46 @@ def test_one_that_sleeps_does_so_with_the_next_controller_too(
     asyncio.run(scenario())
 
 
+def test_serve_has_replicas_of_engines_that_serve_and_of_no_others(
+    serve: FakeServe, calls: FakeCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presence, "_FOLLOW_S", 0.05)
+    alone = {"held": False}
+
+    async def scenario() -> None:
+        async with running() as one:
+            await until(lambda: serve.devices("here"))
+            await told(one.set_presence("here", Presence.ASLEEP))
+            await heard(one, alive(HERE, asleep=True))
+            await until(lambda: not serve.devices("here"))
+            assert serve.deletes == 0, "its engine would have ended"
+            await heard(one, alive(HERE, asleep=True).model_copy(update=alone))
+            await asyncio.sleep(0.2)
+            assert serve.devices("here") == []
+            await wanted(one, "here")
+            await heard(one, alive(HERE).model_copy(update=alone))
+            assert states(one)["here"] is ModelStatus.READY
+            await until(lambda: serve.devices("here"))
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_ends_in_its_sleep_is_started_and_put_to_sleep_again(
+    serve: FakeServe, calls: FakeCalls
+) -> None:
+    async def scenario() -> None:
+        async with running() as one:
+            await told(one.set_presence("here", Presence.ASLEEP))
+        serve.apps.clear()
+        async with running(first=False) as other:
+            await until(lambda: serve.devices("here"))
+            calls.told.clear()
+            await heard(other, alive(HERE))
+            await until(lambda: calls.told == [("here", False)])
+
+    asyncio.run(scenario())
+
+
 def test_one_that_a_request_has_woken_is_ready(
     serve: FakeServe,
     calls: FakeCalls,

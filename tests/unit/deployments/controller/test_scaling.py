@@ -92,7 +92,7 @@ def test_the_one_that_was_drained_is_the_one_that_ends(serve: FakeServe) -> None
             # By their age the other one would go.
             await heard(one, said("core0", 5.0), said("core1", 9.0))
             one._fleet.registry.drains.leaving.add("on-core0")
-            desired = await one.report(said("core0", 5.0))
+            (desired,) = await one.report(said("core0", 5.0))
             assert desired.draining
             one._fleet.registry.drains.has_left("on-core0")
             one._models.set_replicas(SCALED.name, 1)

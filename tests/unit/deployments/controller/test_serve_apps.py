@@ -19,7 +19,8 @@ from tests.unit.deployments.controller.controllers import CONFIG
         lambda apps: apps.deploy(None, ["c0"], "/"),
         lambda apps: apps.delete("m", ["c0"]),
         lambda apps: apps.start_gateway("two"),
-        lambda apps: apps.end_gateway("two"),
+        lambda apps: apps.release("m", ["c0"]),
+        lambda apps: apps.end_on("two"),
         lambda apps: apps.drain_node("id", 1.0),
     ],
 )

@@ -25,8 +25,11 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     devices: list[str] = []
 
     def run(spec: EngineSpec, apps: Mapping[str, Any]) -> None:
+        assert begun >= apps.keys(), "a replica would wait for its engine"
         devices.extend(apps)
 
+    begun = set[str]()
+    monkeypatch.setattr(deploy, "begin", lambda orders: begun.update(o.device for o in orders))
     monkeypatch.setattr(deploy, "run_replicas", run)
     monkeypatch.setattr(deploy, "fetch_from_hub", lambda *_: None)
     monkeypatch.setattr(deploy.catalog, "resolve", lambda *_, **__: Path("/weights"))

@@ -18,18 +18,18 @@ from loomserve.platform.state.roles import Role
 def test_what_an_earlier_controller_wants_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = answered_by(1, 1, 2, 1, 2, 3)
 
-    async def report(beat: Any) -> DesiredState:
-        return next(answers)
+    async def report(*beats: Any) -> list[DesiredState]:
+        return [next(answers) for _ in beats]
 
     handle = SimpleNamespace(report=SimpleNamespace(remote=report))
     monkeypatch.setattr(module.serve, "get_deployment_handle", lambda *_: handle)
     applied: list[DesiredState] = []
-    beat: Any = object()
-    sender = HeartbeatSender(lambda: beat, applied.append)
+    engine: Any = SimpleNamespace(heartbeat=object, apply=applied.append)
+    sender = HeartbeatSender(lambda: [engine])
 
     async def send() -> None:
         for _ in range(6):
-            await sender.send_now()
+            await sender.send_now(engine)
 
     asyncio.run(send())
     assert [desired.stop_timeout_s for desired in applied] == [0, 1, 2, 4, 5]

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.cli import main
 from loomserve.platform.config import Device, parse
-from loomserve.platform.devices.claims import pipeline_environment
+from loomserve.platform.devices.binding import pipeline_environment
 from loomserve.platform.devices.memory import ENGINE_BYTES, STAGE_BYTES, replica_bytes
 from loomserve.platform.placement import device_profile, model_files
 from loomserve.platform.placement.configured import stages_of

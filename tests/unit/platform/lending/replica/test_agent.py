@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from loomserve.platform.config import Device, Model, Server
 from loomserve.platform.fleet.messages import LOANS_PATH, EngineSpec
@@ -43,7 +44,7 @@ def agent(engine: Engine, lending: LendingOptions | None) -> LoanAgent:
         scheduling=scheduler_options(MODEL, None),
         lending=lending,
     )
-    return LoanAgent(engine.call, spec, "r0")
+    return LoanAgent(engine.call, spec, "r0", CollectorRegistry())
 
 
 async def test_a_replica_that_neither_lends_nor_borrows_asks_its_engine_nothing() -> None:

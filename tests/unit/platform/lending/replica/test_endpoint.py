@@ -9,11 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from loomserve.platform.fleet.messages import LOANS_PATH, DesiredState
 from loomserve.platform.lending.engine.scheduling.calls import EngineLoanCalls
 from loomserve.platform.lending.messages import BorrowerEngine, LendRequest
+from loomserve.platform.lending.metrics import LendingMetrics
 from loomserve.platform.lending.replica.endpoint import LoanEndpoint
 from loomserve.platform.state.roles import Role
 
@@ -66,7 +68,9 @@ def cold() -> Cold:
 
 @pytest.fixture
 def endpoint(cold: Cold) -> LoanEndpoint:
-    return LoanEndpoint(cold.call, model="cold", replica_id="c0")
+    return LoanEndpoint(
+        cold.call, LendingMetrics(CollectorRegistry()), model="cold", replica_id="c0"
+    )
 
 
 @pytest.fixture
@@ -119,7 +123,9 @@ async def test_an_engine_that_lends_nothing_is_left_alone(cold: Cold) -> None:
         asked.append(name)
         return await cold.call(name, *given)
 
-    endpoint = LoanEndpoint(call, model="cold", replica_id="c0", quiet=True)
+    endpoint = LoanEndpoint(
+        call, LendingMetrics(CollectorRegistry()), model="cold", replica_id="c0", quiet=True
+    )
     await endpoint.reconcile()
     assert not asked
     app = httpx.ASGITransport(Starlette(routes=endpoint.routes))

@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from loomserve.platform.fleet.messages import (
     INTERNAL_TOKEN_HEADER,
@@ -25,6 +26,7 @@ from loomserve.platform.fleet.messages import (
 )
 from loomserve.platform.lending.engine.scheduling.calls import EngineLoanCalls
 from loomserve.platform.lending.messages import LendRequest
+from loomserve.platform.lending.metrics import LendingMetrics
 from loomserve.platform.lending.replica.reconciler import LoanReconciler, remove_left_rings
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
@@ -145,8 +147,8 @@ async def reconciling(
     hot: Hot, folder: Path, most: int = 1, quiet: bool = False
 ) -> AsyncIterator[LoanReconciler]:
     reconciler = LoanReconciler(
-        hot.call, model="hot", replica_id="h0", most=most, internal_token="secret",
-        drain_timeout_s=30, quiet=quiet, folder=folder,
+        hot.call, LendingMetrics(CollectorRegistry()), model="hot", replica_id="h0", most=most,
+        internal_token="secret", drain_timeout_s=30, quiet=quiet, folder=folder,
     )  # fmt: skip
     try:
         yield reconciler
