@@ -145,7 +145,7 @@ def test_what_claude_code_sends_goes_through(code: httpx.Client) -> None:
         "max_tokens": 8,
         "metadata": {"user_id": "user_1"},
         "temperature": 1,
-        "thinking": {"type": "enabled", "budget_tokens": 4},
+        "thinking": {"type": "adaptive"},
         "context_management": {"edits": []},
         "stream": True,
     }

@@ -57,7 +57,10 @@ class FrontEndLLM(AsyncLLM):  # type: ignore[misc]
         self.scheduler_config = vllm_config.scheduler_config
         self.observability_config = vllm_config.observability_config
         traces_to = self.observability_config.otlp_traces_endpoint
-        if traces_to is not None and not traced:
+        if traced:
+            # vLLM takes traces out of headers where it has somebody to tell of them.
+            self.observability_config.otlp_traces_endpoint = traces_to or "this process's"
+        elif traces_to is not None:
             init_tracer("vllm.llm_engine", traces_to)
         self._elastic_ep_lock = asyncio.Lock()
         self._client_count = 1
@@ -120,11 +123,6 @@ class FrontEndLLM(AsyncLLM):  # type: ignore[misc]
     def errored(self) -> bool:
         """Whether the front end itself has failed: a model without a replica has not."""
         return not self.is_running
-
-    async def is_tracing_enabled(self) -> bool:
-        """Whether vLLM's server takes the trace out of requests' headers."""
-        enabled: bool = self.output_processor.tracing_enabled
-        return enabled
 
     def page(self, replica_id: str) -> str | None:
         """A replica's metrics as text; None: it is not connected."""
