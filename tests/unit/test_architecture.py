@@ -15,7 +15,7 @@ from tests.size import CODE, ROOT, modules, name_of, sizes
 MOST_FILES = 25
 MOST_LINES = 700
 MOST_CLASS_LINES = 400
-# The goal is 68,000. It may only fall.
+# The goal is 68,000. Raise it with nothing but what it is for.
 MOST_PRODUCT_LINES = 80_800
 
 # Exceptions, with the reason that each stands for.

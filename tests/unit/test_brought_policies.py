@@ -21,7 +21,7 @@ from loomserve.platform.config.batching import BATCHING_POLICIES
 from loomserve.platform.config.policies import PolicyRegistry
 from loomserve.platform.config.router import ROUTING_POLICIES
 from loomserve.platform.config.scheduling import QUEUE_ORDERS
-from loomserve.routers.base import Candidates
+from loomserve.routers.base import Candidates, Columns, Orders
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIGS = {
@@ -218,7 +218,9 @@ def test_the_example_prefers_short_queues_and_then_another_replica(
     model: Any = SimpleNamespace(replicas=SimpleNamespace(ids=("a", "b", "c")), rng=rng)
     policy = made(made.Options(choices=3), model)
     queues = np.array([1, 1, 2])
-    zeros = np.zeros(3)
-    columns = Candidates(zeros, queues, zeros == 0, queues, np.arange(3))
+    columns = Columns(3)
+    columns.queue_length[:] = queues
+    columns.known[:] = True
+    candidates = Candidates(columns, Orders(), range(3))
     policy.sent(SimpleNamespace(), SimpleNamespace(id="a"))
-    assert {policy.pick(columns, None).place for _ in range(20)} == {1}
+    assert {policy.pick(candidates, None).place for _ in range(20)} == {1}

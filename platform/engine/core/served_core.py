@@ -258,7 +258,7 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         cache, scheduler, total = self.vllm_config.cache_config, self.scheduler, 0
         # Those whose prompts are computed came last.
         partly = takewhile(_has_prompt_left, reversed(scheduler.running))
-        for request in chain(partly, scheduler.waiting, scheduler.skipped_waiting):
+        for request in chain(partly, scheduler.waiting, scheduler.kv_holding_waiting):
             total += request.num_tokens - request.num_computed_tokens
             if total >= (cache.num_gpu_blocks or 0) * cache.block_size:
                 break

@@ -64,6 +64,8 @@ _ONE_AT_A_TIME = asyncio.Lock()
 # What vLLM's server has before its endpoints for clients of its own, and the gateway has itself.
 # Each is one more call for each chunk.
 _OF_A_SERVER = {"AuthenticationMiddleware", "CORSMiddleware", "PrometheusInstrumentatorMiddleware"}
+# vLLM would keep a query with one engine, while its documents go to any; and it would not render.
+_ALWAYS = {"enable_flash_late_interaction": False, "enable_scale_out": True}
 
 
 def settle_environment() -> None:
@@ -224,8 +226,7 @@ def server_options(name: str, options: Mapping[str, Any]) -> tuple[Namespace, Vl
     try:
         engine_args = AsyncEngineArgs(**structured(engine))
         config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-        # vLLM would keep a query with one engine, while its documents go to any.
-        front_end_args = FrontendArgs(**{**front_end, "enable_flash_late_interaction": False})
+        front_end_args = FrontendArgs(**{**front_end, **_ALWAYS})
     except (TypeError, ValueError) as error:
         why = in_fields(str(error))
         raise ConfigError(f"model {name!r}: vLLM refuses its engine options: {why}") from error

@@ -53,11 +53,11 @@ def test_a_choice_is_told_with_its_policy_and_reason() -> None:
     (server,) = spans.all
     told = events(server)["route"]
     reason = told.pop("loomserve.reason")
-    assert bench.ledger.decisions()["m", "load_aware", reason] == 1
+    assert bench.ledger.decisions()["m", "prefix_aware", reason] == 1
     assert told == {
         "loomserve.sequence": "id",
         "loomserve.replica": "idle",
-        "loomserve.policy": "load_aware",
+        "loomserve.policy": "prefix_aware",
         "loomserve.candidates": 2,
         "loomserve.attempt": 0,
         "loomserve.prompt_only": False,

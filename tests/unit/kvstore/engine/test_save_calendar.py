@@ -25,6 +25,11 @@ from loomserve.kvstore.server.protocol import HANDS_OVER
 Copies = list[dict[int, Save]]
 
 
+def block_tables(tables: dict[str, Any]) -> Any:
+    """As vLLM's ``KVConnectorBlockState`` has them."""
+    return SimpleNamespace(block_ids=tables, req_ids=set(tables), get_block_ids=tables.__getitem__)
+
+
 class WalkingTracker(SaveTracker):
     """Looks at every request of a step."""
 
@@ -201,7 +206,7 @@ class Engine:
             scheduled_cached_reqs=SimpleNamespace(req_ids=cached, num_computed_tokens=before),
             num_scheduled_tokens=tokens,
             total_num_scheduled_tokens=sum(tokens.values()),
-            kv_connector_block_state=SimpleNamespace(block_ids=tables),
+            kv_connector_block_state=block_tables(tables),
         )
 
 
@@ -247,7 +252,7 @@ def test_a_quiet_step_looks_at_no_request(monkeypatch: pytest.MonkeyPatch) -> No
             ),
             num_scheduled_tokens={one.request_id: 1 for one in ones},
             total_num_scheduled_tokens=len(ones),
-            kv_connector_block_state=SimpleNamespace(block_ids={}),
+            kv_connector_block_state=block_tables({}),
         )
         asked = tracker.saves(scheduled, lambda: pytest.fail("asked"), lambda _: True, 0.0)
         assert list(asked) == []

@@ -107,7 +107,8 @@ class Answered:
         sampling = SamplingParams(output_kind=output_kind, max_tokens=len(answer), **params)
         processor = AnswerTexts(TOKENIZERS[name], log_stats=False)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("vllm.v1.engine.detokenizer.USE_FAST_DETOKENIZER", kind == "fast")
+            is_fast = "vllm.v1.engine.detokenizer.uses_fast_detokenizer"
+            patch.setattr(is_fast, lambda _: kind == "fast")
             processor.add_request(_request(prompt, sampling), text)
         self.state = processor.request_states["r"]
         assert isinstance(self.state.detokenizer, FastAnswer if kind == "fast" else SlowAnswer)

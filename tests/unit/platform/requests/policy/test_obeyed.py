@@ -84,7 +84,6 @@ def test_fields_of_other_servers_for_embeddings_are_refused() -> None:
         (RESPONSES, {"max_tokens": 5}, "max_tokens", "max_output_tokens"),
         (RESPONSES, {"messages": [{}]}, "messages", "use input"),
         (RESPONSES, {"n": 2}, "n", CHAT),
-        (RESPONSES, {"min_p": 0.1}, "min_p", CHAT),
         (RESPONSES, {"response_format": {"type": "text"}}, "response_format", "text.format"),
         (RESPONSES, {"store": True}, "store", "store: false"),
         (RESPONSES, {"background": True}, "background", "/v1/batches"),
