@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count
 
 from loomserve.kvstore.index.radix import KEY_BYTES, RadixNode, RadixTree
 
@@ -61,7 +60,7 @@ node has it in memory."""
 _VALUED_AGAIN = 64
 
 _Entry = tuple[float, float, int, RadixNode]
-"""Value and last use, a number that tells equal ones apart, and the node."""
+"""Value and last use, and what puts equal ones into an order that stays."""
 
 
 class EvictionQueue:
@@ -79,7 +78,6 @@ class EvictionQueue:
     def __init__(self, tree: RadixTree, policy: Policy, refetch: Refetch | None = None) -> None:
         self.tree, self._policy, self._refetch = tree, policy, refetch
         self._heap: list[_Entry] = []
-        self._numbers = count()
         self._valued = 0
 
     def order(self) -> Iterator[tuple[float, RadixTree, RadixNode]]:
@@ -131,7 +129,7 @@ class EvictionQueue:
         if self._refetch is not None and node.slots:
             recompute_s = min(recompute_s, _refetch_s(self._refetch, self.tree, node))
         of = EvictionCandidate(recompute_s, size, node.uses, node.last_used, node.floor)
-        return self._policy(of), node.last_used, next(self._numbers), node
+        return self._policy(of), node.last_used, id(node), node
 
 
 def _refetch_s(refetch: Refetch, tree: RadixTree, node: RadixNode) -> float:
