@@ -69,7 +69,7 @@ def refused(server: Server, path: str, fields: Any) -> tuple[str, str | None]:
         (CHAT, {"messages": [USER], "chat_template": "{{ x }}"}, "chat_template"),
         (CHAT, {"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {"messages": [USER], "structured_outputs": {"choice": []}}, "structured_outputs"),
-        (CHAT, {"messages": [USER], "max_tokens": MAX_MODEL_LEN}, "messages"),
+        (CHAT, {"messages": [USER], "max_tokens": MAX_MODEL_LEN + 1}, "max_tokens"),
         ("/v1/completions", {"prompt": [10**6]}, "prompt"),
         ("/v1/completions/render", {"prompt": [10**6]}, "prompt"),
         (RESPONSES, {"input": [{"type": "message", "role": "nobody", "content": "x"}]},

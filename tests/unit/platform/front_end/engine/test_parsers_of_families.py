@@ -40,7 +40,8 @@ CALLS, CALL = "tool▁calls▁begin", "tool▁call▁begin"
 WRITTEN = {
     "hermes": f"<tool_call>\n{NAMED}\n</tool_call>",
     "qwen3_coder": f"<tool_call>\n{XML}</tool_call>",
-    "mimo": f"<tool_call>\n{XML}</tool_call>",
+    # Its values are verbatim.
+    "mimo": f"<tool_call>\n{XML}</tool_call>".replace("\nx\n", "x"),
     "step3p5": f"<tool_call>\n{XML}</tool_call>",
     "seed_oss": f"<seed:tool_call>\n{XML}</seed:tool_call>",
     "llama3_json": f'{{"name": "find", "parameters": {ARGUMENTS}}}',
