@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from vllm import envs
 from vllm.connections import HTTPConnection
 from vllm.multimodal.media import MediaConnector
 
@@ -85,6 +86,8 @@ def connector(
     options = _engine_options(spec)
     for name, value in _environment(spec, options).items():
         monkeypatch.setenv(name, value)
+    # Whoever made an engine in this process before has had vLLM keep what it read.
+    envs.disable_envs_cache()
     assert "allowed_local_media_path" not in options
     return MediaConnector(
         connection=connection or HTTPConnection(),
