@@ -16,7 +16,7 @@ from tests.e2e.test_exposure import (  # noqa: F401
 from tests.e2e.test_failures import (  # noqa: F401
     test_a_client_that_leaves_has_its_request_aborted_within_a_second,
     test_a_killed_only_engine_holds_its_stream_until_another_comes_and_not_for_ever,
-    test_requests_of_a_model_survive_the_death_of_one_replica,
+    test_requests_of_a_model_survive_the_death_of_one_engine,
 )
 from tests.e2e.test_fuzz import (  # noqa: F401
     test_random_requests_find_no_fault,

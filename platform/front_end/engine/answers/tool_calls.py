@@ -53,6 +53,7 @@ class _Chat(OpenAIServingChat):  # type: ignore[misc]
     async def _create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         if _cannot_call(request, self.parser_cls):
             return self.create_error_response(NO_PARSER, param="tools")
+        _hold_to_schemas(request)
         return await super()._create_chat_completion(request, raw_request)
 
     def chat_completion_stream_generator(
@@ -124,6 +125,7 @@ class _Responses(OpenAIServingResponses):  # type: ignore[misc]
     async def _create_responses(self, request: Any, raw_request: Any = None) -> Any:
         if _cannot_call(request, self.parser):
             return self.create_error_response(NO_PARSER, param="tools")
+        _hold_to_schemas(request)
         return await super()._create_responses(request, raw_request)
 
     def _make_response_parser(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -220,6 +222,16 @@ def _tool_parser(parser: Any) -> str | None:
     """The name of the class that reads calls, if any does."""
     of = None if parser is None else parser.tool_parser_cls
     return None if of is None else str(of.__name__)
+
+
+def _hold_to_schemas(request: Any) -> None:
+    """A call that must come keeps to its tool's schema, unless the tool says that it need not."""
+    if request.tool_choice in (None, "none", "auto"):
+        return
+    for tool in request.tools or ():
+        of = getattr(tool, "function", tool)
+        if getattr(of, "strict", False) is None:
+            of.strict = True
 
 
 def _cannot_call(request: Any, parser: Any) -> bool:
