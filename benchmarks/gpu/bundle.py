@@ -94,7 +94,7 @@ def kernels(folder: Path) -> Iterator[tuple[str, bytes]]:
     for source in SOURCES:
         path = ROOT / source
         there = [path] if path.is_file() else sorted(path.rglob("*"))
-        for file in [one for one in there if one.suffix in (".py", ".toml", ".jinja")]:
+        for file in [one for one in there if one.suffix in (".py", ".cpp", ".toml", ".jinja")]:
             name = file.relative_to(ROOT)
             # As they are imported, so that the folder they are unpacked to is all that it takes.
             yield (

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from benchmarks.gpu.host_memory import HostPages
 from benchmarks.gpu.step import DEVICE, HAS_GPU, Results, main, spread, times_us
-from tests.host_memory import HostPages
 
 # isort: split
 import torch

@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.gpu.host_memory import HostMemory
 from benchmarks.gpu.step import DEVICE, HAS_GPU, Results, main, spread
-from tests.host_memory import HostMemory
 
 # isort: split
 import torch

@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from benchmarks.gpu.host_memory import HostMemory, HostPages
 from loomserve.platform.lending.device.server import kernel_leaf
 from loomserve.platform.lending.engine.attention import AttendsRemotely
 from loomserve.platform.lending.engine.cpu_attention import RemoteAttentionBackend
@@ -23,7 +24,6 @@ from loomserve.platform.lending.engine.cpu_worker import (
 from loomserve.platform.lending.engine.memory.paged import PagedMemory
 from loomserve.platform.lending.leaf import Leaf
 from loomserve.platform.lending.ring.geometry import GPU
-from tests.host_memory import HostMemory, HostPages
 
 PAGE = 2**14
 """Of more than one block of a head, as on GPUs."""

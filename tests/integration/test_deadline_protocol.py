@@ -89,7 +89,8 @@ NOT_ROUTED = {
     *("/sleep", "/wake_up", "/pause", "/resume", "/abort_requests", "/fault_tolerance/apply"),
     *("/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update"),
     *("/update_weights", "/finish_weight_update", "/update_weight_version"),
-    *("/scale_elastic_ep", "/is_scaling_elastic_ep"),
+    *("/scale_elastic_ep", "/is_scaling_elastic_ep", "/release_kv_cache_memory"),
+    *("/shutdown_weight_transfer_engine", "/weight_checker"),
     # Of SageMaker's and Cohere's servers; the endpoints behind them are routed.
     *("/ping", "/invocations", "/cohere/v2/chat", "/cohere/v2/chat/render"),
     # Of vLLM's own router to engines without tokenizers.
@@ -97,6 +98,8 @@ NOT_ROUTED = {
     # Others do as much: batches, completions with logprobs.
     *("/v1/chat/completions/batch", "/generative_scoring"),
     "/v1/messages/count_tokens",
+    # New with vLLM 0.32, and nobody has asked for them.
+    *("/v1/responses/render", "/v1/systemone"),
 }
 
 

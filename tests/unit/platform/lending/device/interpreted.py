@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from triton.runtime.interpreter import InterpretedFunction
 
+from benchmarks.gpu.host_memory import HostMemory
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.lending.cuda.kernel import INTERPRETED
 from loomserve.platform.lending.device.server import kernel_leaf
@@ -27,7 +28,6 @@ from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.ring.geometry import GPU, Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.words import Closed
-from tests.host_memory import HostMemory
 
 OWN_BLOCKS, LENT_BLOCKS, LENDER = 4, 6, 1
 GEOMETRY = Geometry(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.host_memory import HostMemory
+from benchmarks.gpu.host_memory import HostMemory
 
 
 def test_what_one_writes_the_other_reads_and_the_file_is_gone(tmp_path: Path) -> None:

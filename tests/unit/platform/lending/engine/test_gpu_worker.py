@@ -16,12 +16,12 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from benchmarks.gpu.host_memory import HostPages
 from loomserve.platform.lending.engine.gpu_worker import (
     LAYOUTS,
     RemoteAttentionGpuModelRunner,
     RemoteAttentionGpuWorker,
 )
-from tests.host_memory import HostPages
 
 LAYERS, BLOCKS, OWN, PAGE = ["layers.0", "layers.1", "layers.2"], 12, 5, 2**14
 BLOCK = (2, 16, 64)

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
+from benchmarks.gpu.host_memory import HostPages
 from loomserve.platform.lending.engine.memory.paged import PagedMemory
-from tests.host_memory import HostPages
 
 PAGE = mmap.PAGESIZE
 
