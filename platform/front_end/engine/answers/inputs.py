@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.entrypoints.scale_out.render.serving import ServingRender
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.online_renderer import OnlineRenderer
@@ -30,25 +31,28 @@ class _Renderer(OnlineRenderer):  # type: ignore[misc]
                 )
         return await super().preprocess_chat(request, messages, default_template, *args, **kwargs)
 
-    async def preprocess_completion(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = await super().preprocess_completion(request, *args, **kwargs)
-        tokenizer = self.renderer.tokenizer
-        most = max(getattr(tokenizer, "max_token_id", 0), self.model_config.get_vocab_size() - 1)
-        for each in inputs:
-            tokens = each.get("prompt_token_ids") or (0,)
-            # Rendered prompts reach no engine, which would refuse them in these words.
-            for token in (min(tokens), max(tokens)):
-                if not 0 <= token <= most:
-                    raise VLLMValidationError(
-                        f"Token id {token} is out of vocabulary", parameter="prompt"
-                    )
-        return inputs
-
     def _names(self, role: Any, template: str | None) -> bool:
         """Whether the template names the role, or is none that can be read."""
         written = template or getattr(self.renderer.get_tokenizer(), "chat_template", None)
         text = str(written or "")
         return not text or any(f"{mark}{role}{mark}" in text for mark in "'\"")
+
+
+class _Rendering(ServingRender):  # type: ignore[misc]
+    """Renders prompts of a vocabulary's tokens alone: no engine gets them, which would refuse
+    others in the same words."""
+
+    async def render_completion_request(self, request: Any, *args: Any) -> Any:
+        rendered = await super().render_completion_request(request, *args)
+        tokenizer = self.online_renderer.renderer.tokenizer
+        most = max(getattr(tokenizer, "max_token_id", 0), self.model_config.get_vocab_size() - 1)
+        for each in rendered if isinstance(rendered, list) else ():
+            # vLLM itself refuses negative ones.
+            if (token := max(each.token_ids)) > most:
+                raise VLLMValidationError(
+                    f"Token id {token} is out of vocabulary", parameter="prompt"
+                )
+        return rendered
 
 
 class _Tokenization(ServingTokenization):  # type: ignore[misc]
@@ -67,6 +71,11 @@ class _Tokenization(ServingTokenization):  # type: ignore[misc]
 
 def check_inputs(state: Any) -> None:
     """Have the objects of vLLM's app, in its ``state``, check what they are given."""
-    for name, made in (("online_renderer", _Renderer), ("serving_tokenization", _Tokenization)):
+    classes = {
+        "online_renderer": _Renderer,
+        "serving_render": _Rendering,
+        "serving_tokenization": _Tokenization,
+    }
+    for name, made in classes.items():
         if (found := getattr(state, name, None)) is not None:
             found.__class__ = made
