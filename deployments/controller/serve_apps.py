@@ -10,7 +10,6 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 
-from loomserve.deployments.engine.app import engines_of
 from loomserve.deployments.engine.deploy import (
     Handed,
     applications,
@@ -18,6 +17,7 @@ from loomserve.deployments.engine.deploy import (
     hand_to_serve_elsewhere,
     takes_long,
 )
+from loomserve.deployments.engine.engine_replica import engines_of
 from loomserve.deployments.engine.node_engines import build_engines_app
 from loomserve.deployments.gateway_apps import start_gateway
 from loomserve.deployments.ray_node import LivingNode, drain_node, living_nodes

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from functools import cache
 from typing import Any
 
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
 
-from loomserve.deployments.engine.engine_replica import EngineReplica
+from loomserve.deployments.engine.engine_replica import EngineReplica, engines_of
 from loomserve.deployments.serve_options import serve_options, start_apps
 from loomserve.platform.adapters.table import ROOM
 from loomserve.platform.config import Model, Simulated
@@ -22,11 +20,9 @@ from loomserve.platform.engine.options.known import of_engine
 from loomserve.platform.engine.process.environment import VLLM_ENVIRONMENT
 from loomserve.platform.fleet.messages import (
     ENGINE_DEPLOYMENT,
-    ENGINES_DEPLOYMENT,
     EngineOrder,
     EngineSpec,
     FrontEndSpec,
-    engines_app,
     replica_app,
 )
 from loomserve.platform.models.policy.parsers import options_of
@@ -93,12 +89,6 @@ def begin(orders: Iterable[EngineOrder]) -> None:
         # Where that fails, the replica has it start.
         with contextlib.suppress(RayError, RayServeException, TimeoutError):
             began.result(timeout_s=_BEGIN_TIMEOUT_S)
-
-
-@cache
-def engines_of(node: str) -> DeploymentHandle[Any]:
-    """The actor of a node's engines; each handle has a router, which stays."""
-    return serve.get_deployment_handle(ENGINES_DEPLOYMENT, engines_app(node))
 
 
 def run_replicas(spec: EngineSpec, apps: Mapping[str, Any]) -> None:

@@ -5,16 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from ray import serve
 from ray.exceptions import RayActorError
+from ray.serve.handle import DeploymentHandle
 
 from loomserve.deployments.ray_node import keep_calls_on_node
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.fleet.messages import ENGINES_DEPLOYMENT, engines_app
 
 _AGAIN_S = 0.5
+
+
+@cache
+def engines_of(node: str) -> DeploymentHandle[Any]:
+    """The actor of a node's engines; each handle has a router, which stays."""
+    return serve.get_deployment_handle(ENGINES_DEPLOYMENT, engines_app(node))
 
 
 class EngineReplica:
@@ -27,7 +35,7 @@ class EngineReplica:
         """``order``: an EngineOrder. Raises StartError if the engine cannot start."""
         keep_calls_on_node()
         self._model, self._device = model, device
-        self._engines = serve.get_deployment_handle(ENGINES_DEPLOYMENT, engines_app(node))
+        self._engines = engines_of(node)
         pid, problem = await self._held(order)
         if problem:
             raise StartError(problem)

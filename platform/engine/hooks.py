@@ -100,7 +100,7 @@ class Source:
     def type_of(self, attribute: str) -> str:
         """What an attribute is declared as, in a class's body or where a method sets it, else what
         makes the value that it is first given: ``set`` of ``set()`` and ``{1}``."""
-        values = list[str]()
+        given: ast.expr | None = None
         for node in chain.from_iterable(ast.walk(one.node) for one in self.line()):
             match node:
                 case ast.AnnAssign(target=ast.Name(id=name) | ast.Attribute(attr=name)):
@@ -108,12 +108,10 @@ class Source:
                         return ast.unparse(node.annotation)
                 case ast.Assign(targets=[ast.Name(id=name) | ast.Attribute(attr=name)]):
                     if name == attribute:
-                        match node.value:
-                            case ast.Call(func=made):
-                                values.append(ast.unparse(made))
-                            case value:
-                                values.append(type(value).__name__.lower())
-        return values[0] if values else "unknown"
+                        given = given or node.value
+        if isinstance(given, ast.Call):
+            return ast.unparse(given.func)
+        return "unknown" if given is None else type(given).__name__.lower()
 
     def parameters(self, method: str) -> list[str]:
         """Names of a function's parameters, bound; empty for what is no function."""

@@ -67,7 +67,6 @@ class FrontEndLLM(AsyncLLM):  # type: ignore[misc]
         self.log_requests = log_requests
         self.log_stats = True
         self.profiler = None
-        # The next six are looked at by vLLM 0.32 alone.
         self._frontend_profiler_injected = False
         self._frontend_profiler_worker_name = ""
         self._profile_lock = asyncio.Lock()
@@ -81,7 +80,7 @@ class FrontEndLLM(AsyncLLM):  # type: ignore[misc]
             self.renderer.tokenizer,
             log_stats=True,
             stream_interval=vllm_config.scheduler_config.stream_interval,
-            tracing_enabled=traced or traces_to is not None,
+            tracing_enabled=self.observability_config.otlp_traces_endpoint is not None,
         )
         self.logger_manager = self.statistics = ReplicaStatistics(vllm_config)
         self.output_handler = None
