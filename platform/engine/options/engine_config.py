@@ -43,6 +43,11 @@ def engine_config(options: Mapping[str, Any]) -> VllmConfig:
     """
     look_at_class(options)
     config = AsyncEngineArgs(**structured(options)).create_engine_config()
+    if config.cache_config.mamba_cache_mode != "none" and current_platform.is_cpu():
+        # vLLM 0.32 has a CPU's kernel return the state at a prompt's end alone, then looks for
+        # the one at a block's end: each prompt of more than a block ends the engine.
+        _logger.warning("no prefix caching: a CPU keeps no layer's state of a prompt's beginning")
+        return engine_config({**options, "enable_prefix_caching": False})
     if config.kv_transfer_config is None:
         return config
     why = why_not_stored(config.model_config, on_cpu=current_platform.is_cpu())
