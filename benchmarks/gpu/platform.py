@@ -86,7 +86,8 @@ def platform_config(model: Path) -> dict[str, Any]:
     small = {**flags, "max_model_len": 2048, "max_num_seqs": 16, "enforce_eager": True}
     stays = {"sleep_after_s": None, "unload_after_s": None}
     kv = {"kv_cache_memory": 2**30 if HAS_GPU else FLAGS.kv_cache_memory_bytes}
-    runner = {"model_runner": int(os.environ.get("MODEL_RUNNER", "1"))} if HAS_GPU else {}
+    asked = os.environ.get("MODEL_RUNNER")
+    runner = {"model_runner": int(asked)} if HAS_GPU and asked else {}
     demo = {"source": "demo", "devices": ["one"], **kv, "engine": small}
     return {
         "devices": [{"name": "one", **place}],

@@ -155,7 +155,9 @@ def _cuda_options(model: Model) -> dict[str, Any]:
 def _environment(spec: EngineSpec, engine_options: Mapping[str, Any]) -> dict[str, str]:
     environment = dict(VLLM_ENVIRONMENT)
     if spec.devices[0].kind != "cpu":
-        environment["VLLM_USE_V2_MODEL_RUNNER"] = str(spec.model.model_runner - 1)
+        del environment["VLLM_USE_V2_MODEL_RUNNER"]
+        if (runner := spec.model.model_runner) is not None:
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = str(runner - 1)
         return environment
     # On a CPU, vLLM 0.29 could not load what this saves ("no attribute 'finalize_loading'") and
     # compiled at each start, for 45 s; torch's own cache takes 12 s.

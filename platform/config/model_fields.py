@@ -161,10 +161,10 @@ class ModelFields(Section):
         description="Options of vLLM's engine under vLLM's own names, such as max_model_len; over "
         "HTTP sizes, data types, parsers and switches only.",
     )
-    model_runner: Literal[1, 2] = Field(
-        1,
-        description="Which of vLLM's model runners an engine on a GPU has; experimental: 2, which "
-        "is vLLM's own choice there.",
+    model_runner: Literal[1, 2] | None = Field(
+        None,
+        description="Which of vLLM's model runners an engine on a GPU has; without it vLLM "
+        "chooses: the second, unless that lacks what the options ask for.",
     )
     router: Router = Field(default_factory=Router, description="How requests are spread.")
     max_concurrent_requests: int = Field(

@@ -284,7 +284,7 @@ def _check_model_devices(config: Config, index: int, model: Model) -> None:
     _check_model_memory(config, index, model)
     if "cuda" in (kinds[name] for name in model.devices):
         _check_on_gpus(index, model)
-    elif model.is_placed and model.model_runner != 1:
+    elif model.is_placed and model.model_runner is not None:
         raise FieldError(
             f"model {model.name!r} runs on CPU devices, where vLLM has its first model runner "
             "alone: leave it out",

@@ -53,16 +53,17 @@ def test_a_gpus_engine_can_sleep_if_its_model_comes_and_goes(
 
 
 @pytest.mark.parametrize(
-    ("device", "runner", "told"), [(GPU, 1, "0"), (GPU, 2, "1"), (CORE, 1, "0")]
+    ("device", "runner", "told"),
+    [(GPU, 1, "0"), (GPU, 2, "1"), (GPU, None, None), (CORE, None, "0")],
 )
 def test_a_gpus_engine_has_the_model_runner_that_is_asked_for(
-    device: Device, runner: int, told: str
+    device: Device, runner: int | None, told: str | None
 ) -> None:
     model = Model.model_validate(
         {"name": "m", "source": "org/m", "devices": ("d",), "model_runner": runner}
     )
     spec = spec_of(model, device)
-    assert _environment(spec, _engine_options(spec))["VLLM_USE_V2_MODEL_RUNNER"] == told
+    assert _environment(spec, _engine_options(spec)).get("VLLM_USE_V2_MODEL_RUNNER") == told
 
 
 def test_a_second_engine_starts_on_a_gpu_that_another_fills_in_part() -> None:
