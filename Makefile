@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve performance dashboards test test-engines test-all quick lint typecheck format bench-overhead bench-steps bench-front-end bench-store bench-prefix bench-documents bench-pd bench-adaptive bench-deadlines bench-weave bench-migrate bench-rebalance bench-continue bench-start bench-elastic bench-decisions gpu-check gpu-bundle image image-base check-image hashes sbom clean
+.PHONY: help install serve performance dashboards test test-engines test-all quick lint typecheck format bench-overhead bench-steps bench-front-end bench-store bench-prefix bench-documents bench-pd bench-adaptive bench-deadlines bench-weave bench-migrate bench-rebalance bench-continue bench-start bench-elastic bench-decisions bench-peers gpu-check gpu-bundle image image-base check-image hashes sbom clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +88,10 @@ bench-start: install ## measure how long engines take to start, beside vLLM's ow
 
 bench-decisions: install ## measure decisions of routing, rebalancing and placement at 10 to 1,000
 	@$(PYTHON) -m benchmarks.decisions
+
+bench-peers: install ## measure it beside vLLM behind vllm-router and LiteLLM, and Ray Serve LLM
+	@scripts/install_peers.sh
+	@$(PYTHON) -m benchmarks.peers
 
 performance: install ## make the pages' figures from the files of results that they cite
 	@$(PYTHON) -m benchmarks.pages

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import random
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +19,7 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.engine import save_llama
 from benchmarks.harness import NotMeasuredError, parser_of, percentile, run, spread
 from benchmarks.load import Outcome, Request, send_when_due
 from benchmarks.platforms import CORES, Platform, configuration, cores, served
@@ -137,6 +140,40 @@ def sleeping(source: str, options: argparse.Namespace, folder: Path) -> dict[str
     }
 
 
+def at_rest(source: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What a platform takes while nobody asks, with nothing loaded and with many names asleep.
+
+    Their model is small: what sleeps takes no more of a core for being large.
+    """
+    small = folder / "small"
+    shutil.copytree(source, small, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    shape: dict[str, Any] = {
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 512,
+    }
+    tokens = json.loads(Path(source, "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    save_llama(small, vocab_size=tokens, hidden_size=64, intermediate_size=64, **shape)
+    names = [f"asleep{number:02}" for number in range(options.asleep)]
+    config = configured(str(small), dict.fromkeys(names, "on_demand"))
+    platform = Platform(config, folder, "asleep")
+    arm, found = platform.arm(*names[:1]), {}
+    with platform.running(options.start_timeout):
+        for what in ("nothing_loaded", "asleep"):
+            if what == "asleep":
+                for name in names:
+                    first_token_s(platform, name, name)
+                    platform.have(name, "asleep")
+            time.sleep(3 * _SETTLES_S)
+            found[what] = {
+                "cores": arm.idle_cores(options.idle_seconds),
+                "memory_mb": platform.server.memory_bytes() / 1e6,
+                "processes": len(platform.server.members()),
+            }
+            print(f"{what}: {found[what]}", flush=True)
+    return {"at_rest": found}
+
+
 def zipf_load(names: Sequence[str], sessions: float, seconds: float, seed: str) -> list[Request]:
     """Conversations that begin at random, ``sessions`` a second, each with a name by Zipf's law."""
     source = random.Random(seed)
@@ -213,7 +250,7 @@ def said(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-PARTS = {"starts": starts, "sleeping": sleeping, "zipf": zipf}
+PARTS = {"starts": starts, "sleeping": sleeping, "at_rest": at_rest, "zipf": zipf}
 
 
 def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -231,6 +268,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5, help="of each start")
     parser.add_argument("--servers", type=int, default=2, help="starts of vLLM's own server")
     parser.add_argument("--sleeping", type=int, default=4, help="further names that sleep")
+    parser.add_argument("--asleep", type=int, default=50, help="names that sleep while at rest")
+    parser.add_argument("--idle-seconds", type=float, default=60, help="at rest, s")
     parser.add_argument("--lending", choices=("auto",), help="of the models that start and sleep")
     parser.add_argument("--names", type=int, default=20)
     parser.add_argument("--room", type=float, default=4, help="replicas on each core, by estimate")

@@ -75,7 +75,8 @@ def arm(name: str, model: str, place: int, folder: Path) -> tuple[Arm, Platform 
     kind, port = KINDS[name], FIRST_PORT + 10 * place
     if kind.policy is None:
         more = ("--enable-prompt-tokens-details",)
-        return bare_arm(name, model, flags(kind), port, folder, more=more), None
+        names = (MODEL, MODEL)
+        return bare_arm(name, model, flags(kind), port, folder, more=more, models=names), None
     engine = {**flags(kind).options(), "enable_prompt_tokens_details": True}
     of = served(MODEL, model, kind.kv_bytes, engine, router={"policy": kind.policy})
     store: dict[str, Any] = {"memory": kind.store_bytes}

@@ -155,7 +155,7 @@ class Server:
         computing = 0
         for member in self.members():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if _computes(member):
+                if computes(member):
                     computing += 1
                     if len(member.cpu_affinity()) != 1:
                         raise ServerFailedError(f"{self.name}: an engine is not bound to one core")
@@ -212,7 +212,8 @@ class Server:
         self._process = None
 
 
-def _computes(process: psutil.Process) -> bool:
+def computes(process: psutil.Process) -> bool:
+    """Whether it is an engine's, and the one that computes there."""
     title = _title(process)
     if title.startswith(_ENGINE_TITLE):
         return not any(_title(child).startswith(_WORKER_TITLE) for child in process.children())
@@ -314,24 +315,25 @@ def bare_arm(
     logs: Path,
     engines: int = 2,
     more: Sequence[str] = (),
+    models: Sequence[str] = ("measured", "idle"),
 ) -> Arm:
-    """vLLM's own server, and a second one that stays idle where there are two engines; ``more``
-    are further words of their command lines.
+    """vLLM's own server, and a second one where there are two engines; ``more`` are further words
+    of their command lines, ``models`` their models' names.
 
     The second stands for the second model: where Loomserve is measured with two models configured,
     both arms hold two engines, and the difference is the platform alone.
     """
     servers = []
-    for core, of in ((ENGINE_CORE, "measured"), (OTHER_CORE, "idle"))[:engines]:
+    for core, of in zip((ENGINE_CORE, OTHER_CORE)[:engines], models, strict=False):
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", model, "--served-model-name", "measured"),
+            *("--model", model, "--served-model-name", of),
             *("--host", "127.0.0.1", "--port", str(port + core)),
             *flags.arguments(),
             *more,
         ]
         environment = {"VLLM_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1"}
-        log = logs / f"{name}-{of}.log"
-        servers.append(Server(f"{name}-{of}", command, environment, port + core, "/health", log))
-    first, *others = (Target(f"http://127.0.0.1:{one.port}", "measured") for one in servers)
-    return Arm(name, servers, first, *others)
+        log = logs / f"{name}-{core}.log"
+        servers.append(Server(f"{name}-{core}", command, environment, port + core, "/health", log))
+    targets = map(Target, (f"http://127.0.0.1:{one.port}" for one in servers), models)
+    return Arm(name, servers, *targets)

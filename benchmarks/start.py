@@ -77,7 +77,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             arm, models = platform.arm("measured"), [("measured", PORT), ("idle", PORT)]
             if name == "vllm":
                 arm = bare_arm(name, model, flags, PORT, folder)
-                models = [("measured", PORT), ("measured", PORT + 1)]
+                models = [("measured", PORT), ("idle", PORT + 1)]
             elif name == "ray":
                 words = [sys.executable, "-m", "benchmarks.ray_idle", str(PORT), REPLICAS]
                 server = Server(name, words, {}, PORT, "/", folder / "ray.log")
