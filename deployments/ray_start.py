@@ -39,6 +39,8 @@ from loomserve.platform.run.ray_environment import driver_environment, set_envir
 from loomserve.platform.run.upkeep import RunUpkeep, keep_looking
 
 _LOOK_S = 0.5
+# Of the machine's, beside the one that the command itself keeps busy.
+_IDLE_CORES = 0.75
 # A raylet that has just joined is not known to all parts of Ray at once.
 _OWN_NODE_TIMEOUT_S = 20.0
 # A command that was told to end may still be ending.
@@ -62,27 +64,23 @@ class OwnRay:
         self._forks: KeptForkServer | None = None
         self._ray: LoneRay | None = None
         self._joined = False
+        self._has_idle_core = _idle_cores() >= _IDLE_CORES
         self._ended = threading.Event()
 
     def start(self, unless: Unless) -> None:
-        """
-        Raises:
-            StartError: Ray cannot be started.
-            Interrupted: ``unless`` has said something.
-        """
+        """Raises StartError if Ray cannot be started, Interrupted once ``unless`` says so."""
         try:
             address = self._start_processes(unless)
         except StartError as error:
             self.kill()
+            self._has_idle_core = False
             self._say(f"{error}; starting it once more")
             try:
                 address = self._start_processes(unless)
             except StartError as again:
                 raise StartError(f"{again}{busy()}") from again
         assert self._run is not None
-        # Not beside Ray's own start: it takes a core for seconds.
-        self._forks = KeptForkServer(self._run, os.environ, preloaded(vllm_is_for()))
-        self._forks.start()
+        forks = self._forks or self._start_forks(self._run)
         try:
             finished(lambda: join(address), lambda: unless() or self.lost(), self._tell)
         except Interrupted:
@@ -94,7 +92,7 @@ class OwnRay:
             raise StartError(f"Ray did not start: {first_line(error)}{busy()}") from error
         self._joined = True
         self._ended = threading.Event()
-        looks = (self._ended, self._forks.look, RunUpkeep(self._run).look)
+        looks = (self._ended, forks.look, RunUpkeep(self._run).look)
         threading.Thread(target=keep_looking, args=looks, daemon=True).start()
 
     def _start_processes(self, unless: Unless) -> str:
@@ -106,8 +104,16 @@ class OwnRay:
         # It takes seconds, too, in which signals are not waited for.
         threading.Thread(target=importlib.import_module, args=("ray",), daemon=True).start()
         self._ray, look = LoneRay(run), telling(self._tell)
+        if self._has_idle_core:
+            self._start_forks(run)
         resources = offered_by_devices(self._config.devices)
         return self._ray.start(resources, lambda: look() or unless())
+
+    def _start_forks(self, run: RunFolder) -> KeptForkServer:
+        """It takes a core for seconds: beside Ray's own start only where one is idle."""
+        self._forks = forks = KeptForkServer(run, os.environ, preloaded(vllm_is_for()))
+        forks.start()
+        return forks
 
     def _tell(self, seconds: float) -> None:
         self._say(f"waiting for Ray ({seconds:.0f} s)")
@@ -164,6 +170,22 @@ class OwnRay:
         if self._ray is not None:
             self._ray.close()
         self._run = self._guard = self._ray = self._forks = None
+
+
+def _idle_cores() -> float:
+    """Of the machine, since this process began; 0 where it may not use all: of a part nobody
+    tells."""
+    cores = psutil.cpu_count() or 1
+    if len(os.sched_getaffinity(0)) < cores or _has_quota():
+        return 0.0
+    return float(psutil.cpu_times_percent().idle) / 100 * cores
+
+
+def _has_quota() -> bool:
+    """Whether a control group bounds this process's time, by either version's file."""
+    bounds = {"cpu.max": "max", "cpu/cpu.cfs_quota_us": "-1"}
+    found = {Path("/sys/fs/cgroup", file): without for file, without in bounds.items()}
+    return any(file.exists() and without not in file.read_text() for file, without in found.items())
 
 
 def join(address: str) -> None:

@@ -38,12 +38,6 @@ class Fifo(BatchingPolicy):
 
     suits = "oldest"
 
-    @classmethod
-    def for_longest(cls, memory: KvBudget, input_tokens: int, output_tokens: int) -> Fifo:
-        """Make one of the largest size with which requests up to these lengths always fit."""
-        size = memory.bytes // (memory.token_bytes * (input_tokens + output_tokens))
-        return cls(cls.Options(size=size))
-
     def form(
         self, requests: Sequence[BatchRequest], memory: KvBudget, now: float
     ) -> list[StaticBatch]:

@@ -60,6 +60,8 @@ def _begin_anew_without_cuda(descriptor: int) -> None:
 def _made(start: EngineStart) -> ServedEngineCore:
     # Before what starts threads is imported.
     bind_to_device()
+    # vLLM imports it to ask whether it is a worker of Ray's: half a second of a core.
+    sys.modules["ray"] = None  # type: ignore[assignment]
     from vllm.transformers_utils.config import maybe_register_config_serialize_by_value
     from vllm.utils.system_utils import set_process_title
 

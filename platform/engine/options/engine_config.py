@@ -36,10 +36,8 @@ _OTHER_STATE = {
 def engine_config(options: Mapping[str, Any]) -> VllmConfig:
     """vLLM's configuration of an engine, without the KV store where that can hold nothing of it.
 
-    ``options`` are those of ``AsyncEngineArgs``; structured ones may be mappings.
-
-    Raises:
-        ConfigError: the model's class needs a package that is not installed.
+    ``options`` are those of ``AsyncEngineArgs``; structured ones may be mappings. Raises
+    ConfigError if the model's class needs a package that is not installed.
     """
     look_at_class(options)
     config = AsyncEngineArgs(**structured(options)).create_engine_config()
@@ -72,11 +70,8 @@ def why_not_stored(model: ModelConfig, *, on_cpu: bool) -> str | None:
 
 
 def structured(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Engine options with vLLM's classes where mappings stand for them.
-
-    Raises:
-        ValueError: vLLM refuses what such a mapping says.
-    """
+    """Engine options with vLLM's classes where mappings stand for them; raises ValueError where
+    vLLM refuses what such a mapping says."""
     parsed = dict(options)
     for field in dataclasses.fields(AsyncEngineArgs):
         value = options.get(field.name)
@@ -104,10 +99,8 @@ def look_at_class(options: Mapping[str, Any]) -> None:
     """Import the class of the model of a folder, and have vLLM know what it can.
 
     To learn that, vLLM starts a Python that imports vLLM, for ten seconds of a core and more, lest
-    CUDA be initialized here; and of what fails there it says only that it failed.
-
-    Raises:
-        ConfigError: the class needs a package that is not installed; names it.
+    CUDA be initialized here; and of what fails there it says only that it failed. Raises
+    ConfigError if the class needs a package that is not installed, and names it.
     """
     if not current_platform.is_cpu():
         return

@@ -25,12 +25,16 @@ _ENGINE_MODULES = (
     "loomserve.platform.engine.grammar_tokenizer",
     "loomserve.platform.lending.engine.scheduler",
     "loomserve.kvstore.engine.connector",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.llama",
 )
 # A GPU's engine that finds the CPU's worker imported has no streams: vLLM replaces torch's.
 _WORKER_MODULES = {
-    "cpu": "loomserve.platform.lending.engine.cpu_worker",
-    "cuda": "loomserve.platform.engine.resumption.gpu_worker",
+    "cpu": (
+        "loomserve.platform.lending.engine.cpu_worker",
+        "loomserve.platform.engine.process.registered_kernels",
+    ),
+    "cuda": ("loomserve.platform.engine.resumption.gpu_worker",),
 }
 
 
@@ -39,7 +43,7 @@ def engine_modules(kind: Literal["cpu", "cuda"]) -> tuple[str, ...]:
 
     vLLM is installed for that kind; whatever else an engine needs, it imports itself.
     """
-    return *_ENGINE_MODULES, _WORKER_MODULES[kind]
+    return *_ENGINE_MODULES, *_WORKER_MODULES[kind]
 
 
 EngineProcess = ForkedProcess | subprocess.Popen[bytes]

@@ -48,6 +48,9 @@ _RECEIVE_TIMEOUT_S = 5.0
 # Who has asked waits while there are no descriptors.
 _PAUSE_S = 0.2
 _CUDA_NOT_INITIALIZED = 3
+_NOT_IMPORTED = ("ray", "sklearn")
+"""What vLLM and transformers import if they can, and engines use nothing of. Ray takes from the
+environment which worker it is when it is imported: a child that is a worker imports it itself."""
 
 
 class ForkRequest(TypedDict):
@@ -195,18 +198,16 @@ def cuda_is_initialized() -> bool:
 def _import_all(modules: Iterable[str]) -> dict[str, str]:
     """Import what all children need, and have the collector leave it alone, which would copy it.
 
-    Returns the environment variables that this has set, as vLLM's imports do.
-
-    Raises:
-        RuntimeError: one of them has initialized CUDA.
+    Returns the environment variables that this has set, as vLLM's imports do. Raises RuntimeError
+    if one of them has initialized CUDA.
     """
     before = dict(os.environ)
-    # Ray takes from the environment which worker it is when it is imported, which vLLM does if it
-    # can. A child that is a worker imports it itself.
-    sys.modules["ray"] = None  # type: ignore[assignment]
+    for name in _NOT_IMPORTED:
+        sys.modules[name] = None  # type: ignore[assignment]
     for module in modules:
         importlib.import_module(module)
-    del sys.modules["ray"]
+    for name in _NOT_IMPORTED:
+        del sys.modules[name]
     if cuda_is_initialized():
         raise RuntimeError("what was imported has initialized CUDA: no child could use a GPU")
     # In a child, whose environment is another, no title could be set for the first time.

@@ -35,10 +35,7 @@ def give_back_pages(caches: Iterable[Any]) -> int:
 
     ``caches`` are tensors on a CPU, or lists of such; several may share one allocation. A page that
     holds anything else, too, stays. Returns the bytes of the pages, whether or not they took
-    memory.
-
-    Raises:
-        OSError: the operating system refuses.
+    memory; raises OSError if the operating system refuses.
     """
     storages = {each.untyped_storage().data_ptr(): each for each in _tensors(caches)}
     given = 0
@@ -95,11 +92,8 @@ class RereadWeight:
                 give_back_pages([self._weight])
 
     def restore(self) -> None:
-        """Have it again as it was; nothing happens if it has not been dropped.
-
-        Raises:
-            RuntimeError: the file was written to meanwhile, so that nobody has these weights.
-        """
+        """Have it again as it was; nothing happens if it has not been dropped. Raises RuntimeError
+        if the file was written to meanwhile, so that nobody has these weights."""
         if self._held is None:
             return
         stored = self._held.read()

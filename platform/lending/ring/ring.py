@@ -230,11 +230,6 @@ class Ring:
         """Return the process id of the worker at BORROWER or LENDER; 0 while it is not there."""
         return self.words[end * LINE_WORDS]
 
-    def beat_ns(self, end: ControlLine) -> int:
-        """Return when that worker was last seen to run, by CLOCK_MONOTONIC: a lender beats with
-        every poll and some ten times a second while it sleeps, a borrower with every task."""
-        return self.words[end * LINE_WORDS + 1]
-
     def stats(self) -> RingStats:
         borrower, lender = (
             ControlLine.BORROWER_STATS * LINE_WORDS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import psutil
@@ -123,6 +124,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnRay]:
     monkeypatch.setattr(FailingRay, "closed", [])
     monkeypatch.setattr(ray_start, "set_environment", lambda _: None)
     monkeypatch.setattr(ray_start, "KeptForkServer", lambda *_: pytest.fail("before Ray is up"))
+    monkeypatch.setattr(ray_start, "_idle_cores", lambda: 0.1)
     monkeypatch.setattr(lone_ray.os, "getloadavg", lambda: (33.4, 0.0, 0.0))
     monkeypatch.setattr(lone_ray.os, "cpu_count", lambda: 2)
     # Else it would end what the tests' own process has started.
@@ -150,6 +152,47 @@ def test_a_ray_that_does_not_start_is_started_once_more_and_why_is_said(alone: O
         "Ray did not start: its raylet has ended (for want of ports). The machine is busy (load "
         "average 33 on 2 cores): try again when it is less so"
     )
+
+
+class NotedForkServer:
+    started = 0
+    stopped = 0
+
+    def __init__(self, *_: object) -> None: ...
+
+    def start(self) -> None:
+        NotedForkServer.started += 1
+
+    def stop(self) -> None:
+        NotedForkServer.stopped += 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_vllm_is_imported_beside_rays_first_start_where_a_core_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_start, "_idle_cores", lambda: 0.9)
+    monkeypatch.setattr(ray_start, "KeptForkServer", NotedForkServer)
+    monkeypatch.setattr(ray_start, "preloaded", lambda _: ())
+    own = OwnRay(parse(ALONE), (), said.append)
+    with pytest.raises(StartError):
+        own.start(lambda: False)
+    assert len(FailingRay.started) == 2
+    assert (NotedForkServer.started, NotedForkServer.stopped) == (1, 1), "not beside the second"
+    own.kill()
+
+
+def test_no_core_is_idle_where_a_process_may_not_use_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_start, "_has_quota", lambda: False)
+    monkeypatch.setattr(ray_start.psutil, "cpu_count", lambda: 4)
+    monkeypatch.setattr(ray_start.psutil, "cpu_times_percent", lambda: SimpleNamespace(idle=50.0))
+    monkeypatch.setattr(ray_start.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert ray_start._idle_cores() == 2.0
+    monkeypatch.setattr(ray_start.os, "sched_getaffinity", lambda _: {0, 1})
+    assert ray_start._idle_cores() == 0.0
+    monkeypatch.setattr(ray_start.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(ray_start, "_has_quota", lambda: True)
+    assert ray_start._idle_cores() == 0.0
 
 
 def test_nothing_is_asked_of_a_ray_that_was_not_joined(

@@ -24,7 +24,9 @@ from loomserve.routers.static_batching.wma import Wma, wasted, wma
 
 NOW = 1000.0
 LONGEST = 64
-MEMORY = KvBudget(bytes=7 * 2 * LONGEST * 10, token_bytes=10)
+MOST = 7
+"""Batches of so many of the longest always fit in the memory."""
+MEMORY = KvBudget(bytes=MOST * 2 * LONGEST * 10, token_bytes=10)
 AMPLE = KvBudget(bytes=10**12, token_bytes=10)
 
 
@@ -33,7 +35,7 @@ def policy(kind: type[BatchingPolicy], **options: Any) -> BatchingPolicy:
 
 
 BATCHERS = {
-    "fifo": Fifo.for_longest(MEMORY, LONGEST, LONGEST),
+    "fifo": Fifo(Fifo.Options(size=MOST)),
     "s3": policy(S3),
     "wma": policy(Wma, most_waste=500),
     "wma without a bound": policy(Wma, most_waste=10**9),
@@ -151,10 +153,6 @@ def test_first_come_first_served_fills_batches_in_the_order_of_arrival(
 def test_a_batch_of_none_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         policy(Fifo, size=size)
-
-
-def test_the_safe_size_is_what_memory_holds_of_the_longest() -> None:
-    assert Fifo.for_longest(MEMORY, LONGEST, LONGEST).options.size == 7
 
 
 def test_waste_is_that_of_magnus_formulas() -> None:

@@ -121,13 +121,16 @@ def test_an_engine_of_another_model_has_no_store(
     kind: str, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def args(**given: Any) -> Any:
-        config = SimpleNamespace(model_config=model(kind), **given)
+        cached = given.get("enable_prefix_caching", True) and kind == "hybrid"
+        caches = SimpleNamespace(mamba_cache_mode="align" if cached else "none")
+        config = SimpleNamespace(model_config=model(kind), cache_config=caches, **given)
         return SimpleNamespace(create_engine_config=lambda: config)
 
     monkeypatch.setattr(configured, "AsyncEngineArgs", args)
     monkeypatch.setattr(configured, "structured", dict)
     made: Any = engine_config({"model": "m", "kv_transfer_config": "a store"})
     assert (made.kv_transfer_config, made.model) == ("a store" if kept else None, "m")
+    assert made.cache_config.mamba_cache_mode == "none", "a CPU's kernels keep no state of a block"
 
 
 def test_the_store_refuses_what_drops_blocks() -> None:

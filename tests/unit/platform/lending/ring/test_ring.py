@@ -696,7 +696,6 @@ def test_all_that_happens_is_counted(tmp_path: Path) -> None:
     assert min(stats[6:]) > 0
     for side in (ControlLine.BORROWER, ControlLine.LENDER):
         assert pair.ring.pid(side) == os.getpid()
-        assert begin < pair.ring.beat_ns(side) < begin + took
 
 
 # The idle thread
