@@ -45,7 +45,7 @@ DOOR = PORT + 5
 PEERS = Path(__file__).parents[1] / ".venv-peers"
 STORE_BYTES = 2**30
 STREAMS, KILLED_STREAMS, KILLED_TOKENS = 8, 8, 80
-_UNDER_WAY_S, _BACK_S, _SETTLE_S, _POLL_S = 3.0, 90.0, 10.0, 0.1
+_UNDER_WAY_S, _BACK_S, _SETTLE_S, _POLL_S = 3.0, 60.0, 10.0, 0.1
 
 
 @dataclass
