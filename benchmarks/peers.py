@@ -126,7 +126,11 @@ def _behind(name: str, bare: Arm, folder: Path) -> Arm:
         ]
         (folder / "litellm.yaml").write_text(yaml.safe_dump({"model_list": models}))
         words += ["--config", str(folder / "litellm.yaml")]
-        environment = {"LITELLM_MODE": "PRODUCTION", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        environment = {
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            # Else it starts with a key only.
+            "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
+        }
         ready = "/health/liveliness"
     door = Server(name, words, environment, DOOR, ready, folder / f"{name}.log")
     targets = (Target(f"http://127.0.0.1:{DOOR}", each.model) for each in bare.targets)
