@@ -108,7 +108,7 @@ def vllm_s(source: str, options: argparse.Namespace, folder: Path) -> float:
     """Seconds from the start of vLLM's own server to its first token."""
     arm = bare_arm("vllm", source, FLAGS, PORT, folder, engines=1)
     try:
-        took = started(arm, [("measured", PORT)], options.start_timeout)
+        took = started(arm, arm.targets, options.start_timeout)
     finally:
         arm.servers[0].stop()
     print(f"vLLM's own server: {took:.2f} s", flush=True)
@@ -147,31 +147,36 @@ def at_rest(source: str, options: argparse.Namespace, folder: Path) -> dict[str,
     """
     small = folder / "small"
     shutil.copytree(source, small, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    shape: dict[str, Any] = {
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 512,
-    }
-    tokens = json.loads(Path(source, "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    save_llama(small, vocab_size=tokens, hidden_size=64, intermediate_size=64, **shape)
+    config = json.loads(Path(source, "config.json").read_text(encoding="utf-8"))
+    save_llama(
+        small,
+        vocab_size=config["vocab_size"],
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+    )
     names = [f"asleep{number:02}" for number in range(options.asleep)]
-    config = configured(str(small), dict.fromkeys(names, "on_demand"))
-    platform = Platform(config, folder, "asleep")
-    arm, found = platform.arm(*names[:1]), {}
+    start = dict.fromkeys(names, "on_demand")
+    platform = Platform(configured(str(small), start), folder, "asleep")
+
+    def look() -> dict[str, float]:
+        time.sleep(3 * _SETTLES_S)
+        found = {
+            "cores": platform.arm(*names[:1]).idle_cores(options.idle_seconds),
+            "memory_mb": platform.server.memory_bytes() / 1e6,
+            "processes": len(platform.server.members()),
+        }
+        print(f"at rest: {found}", flush=True)
+        return found
+
     with platform.running(options.start_timeout):
-        for what in ("nothing_loaded", "asleep"):
-            if what == "asleep":
-                for name in names:
-                    first_token_s(platform, name, name)
-                    platform.have(name, "asleep")
-            time.sleep(3 * _SETTLES_S)
-            found[what] = {
-                "cores": arm.idle_cores(options.idle_seconds),
-                "memory_mb": platform.server.memory_bytes() / 1e6,
-                "processes": len(platform.server.members()),
-            }
-            print(f"{what}: {found[what]}", flush=True)
-    return {"at_rest": found}
+        nothing = look()
+        for name in names:
+            first_token_s(platform, name, name)
+            platform.have(name, "asleep")
+        return {"at_rest": {"nothing_loaded": nothing, "asleep": look()}}
 
 
 def zipf_load(names: Sequence[str], sessions: float, seconds: float, seed: str) -> list[Request]:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,16 @@ import yaml
 from benchmarks.harness import Measured, in_turns, over, parser_of, run, spread
 from benchmarks.load import Outcome, Request, Target, closed_loop, new_session, prompts, send
 from benchmarks.platforms import Platform, two_models
-from benchmarks.servers import Arm, EngineFlags, Server, ServerFailedError, bare_arm, computes
-from benchmarks.start import answers
+from benchmarks.servers import (
+    Arm,
+    EngineFlags,
+    Server,
+    ServerFailedError,
+    bare_arm,
+    computes,
+    of_engine,
+)
+from benchmarks.start import answers, started
 from loomserve.platform.devices.machine import cpu_dtype
 from loomserve.platform.models import catalog
 
@@ -54,7 +62,6 @@ class Served:
 
     arm: Arm
     start_s: float
-    _engines: set[psutil.Process] = field(default_factory=set)
 
     def cpu_seconds(self) -> tuple[float, float]:
         """Of its engines, and of all else of it."""
@@ -62,7 +69,7 @@ class Served:
         for member in (one for server in self.arm.servers for one in server.members()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 took = sum(member.cpu_times()[:2])
-                if _of_engine(member):
+                if of_engine(member):
                     engines += took
                 else:
                     other += took
@@ -71,10 +78,6 @@ class Served:
     def engines(self) -> list[psutil.Process]:
         members = (one for server in self.arm.servers for one in server.members())
         return [one for one in members if computes(one)]
-
-
-def _of_engine(process: psutil.Process) -> bool:
-    return " ".join(process.cmdline()).startswith(("VLLM::EngineCore", "VLLM::Worker"))
 
 
 # Arms
@@ -159,20 +162,13 @@ def up(arm: Arm, start_timeout: float) -> Iterator[Served]:
     Raises:
         ServerFailedError: it did not within ``start_timeout`` seconds.
     """
-    begin = time.monotonic()
-    try:
-        for server in arm.servers:
-            server.start()
-        for server in arm.servers:
-            server.wait_ready(start_timeout)
+
+    def on_ready() -> None:
         if arm.name == "router":
             _tell_router(arm.servers[:-1])
-        for target in arm.targets:
-            while not answers(target.model, int(target.url.rpartition(":")[2])):
-                if time.monotonic() > begin + start_timeout:
-                    raise ServerFailedError(f"{arm.name} does not answer\n{arm.servers[-1].tail()}")
-                time.sleep(_POLL_S)
-        yield Served(arm, time.monotonic() - begin)
+
+    try:
+        yield Served(arm, started(arm, arm.targets, start_timeout, on_ready))
     finally:
         for server in reversed(arm.servers):
             server.ask_to_stop()
@@ -219,9 +215,9 @@ def killed(served: Served, seed: str) -> Measured:
         is None where it did not within ``_BACK_S``.
     """
     target = served.arm.target
-    source, back = prompts(seed), list[float]()
+    source = prompts(seed)
 
-    async def streams() -> list[Outcome]:
+    async def streams() -> tuple[list[Outcome], float | None]:
         async with new_session() as session:
             asked = [
                 Request.chat(
@@ -234,19 +230,17 @@ def killed(served: Served, seed: str) -> Measured:
                 asyncio.ensure_future(send(session, target.url, each, now)) for each in asked
             ]
             await asyncio.sleep(_UNDER_WAY_S)
-            await asyncio.to_thread(_busiest(served).kill)
-            threading.Thread(target=_when_back, args=(target, back), daemon=True).start()
+            busiest = await asyncio.to_thread(_busiest, served)
+            busiest.kill()
+            back = asyncio.create_task(asyncio.to_thread(_back_s, target))
             done, late = await asyncio.wait(running, timeout=_BACK_S)
             for each in late:
                 each.cancel()
-            return [each.result() for each in done]
+            return [each.result() for each in done], await back
 
-    outcomes = uvloop.run(streams())
-    until = time.monotonic() + _BACK_S
-    while not back and time.monotonic() < until:
-        time.sleep(_POLL_S)
+    outcomes, back_s = uvloop.run(streams())
     whole = sum(one.error is None for one in outcomes)
-    return {"lost_streams": KILLED_STREAMS - whole, "back_s": back[0] if back else None}
+    return {"lost_streams": KILLED_STREAMS - whole, "back_s": back_s}
 
 
 def _busiest(served: Served) -> psutil.Process:
@@ -256,13 +250,13 @@ def _busiest(served: Served) -> psutil.Process:
     return max(before, key=lambda each: sum(each.cpu_times()[:2]) - before[each])
 
 
-def _when_back(target: Target, back: list[float]) -> None:
-    begin, port = time.monotonic(), int(target.url.rpartition(":")[2])
+def _back_s(target: Target) -> float | None:
+    begin = time.monotonic()
     while time.monotonic() < begin + _BACK_S:
-        if answers(target.model, port):
-            back.append(time.monotonic() - begin)
-            return
+        if answers(target):
+            return time.monotonic() - begin
         time.sleep(_POLL_S)
+    return None
 
 
 def measure(name: str, number: int, options: argparse.Namespace, folder: Path) -> Measured:

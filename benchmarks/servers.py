@@ -220,6 +220,11 @@ def computes(process: psutil.Process) -> bool:
     return title.startswith(_WORKER_TITLE)
 
 
+def of_engine(process: psutil.Process) -> bool:
+    """Whether it is an engine's, or one of its workers."""
+    return _title(process).startswith((_ENGINE_TITLE, _WORKER_TITLE))
+
+
 def _title(process: psutil.Process) -> str:
     return " ".join(process.cmdline())
 

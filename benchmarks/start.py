@@ -11,15 +11,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.harness import parser_of, ratios, rotated, run, spread
+from benchmarks.load import Target
 from benchmarks.platforms import Platform, engine_process, two_models
-from benchmarks.servers import Arm, EngineFlags, Server, bare_arm
+from benchmarks.servers import Arm, EngineFlags, Server, ServerFailedError, bare_arm
 from loomserve.platform.devices.machine import cpu_dtype
 from loomserve.platform.models import catalog
 
@@ -28,25 +29,38 @@ REPLICAS = "4"  # of Serve: a controller's, a gateway's and two engines'
 _BACK_S, _SETTLE_S, _POLL_S = 120.0, 15.0, 0.05
 
 
-def answers(model: str, port: int) -> bool:
+def answers(target: Target) -> bool:
     """Whether a request is answered, not only said to be."""
-    body = {"model": model, "prompt": "Once upon", "max_tokens": 1, "temperature": 0}
+    body = {"model": target.model, "prompt": "Once upon", "max_tokens": 1, "temperature": 0}
     try:
-        said = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
+        said = httpx.post(f"{target.url}/v1/completions", json=body, timeout=60)
     except httpx.HTTPError:
         return False
     return said.status_code == 200
 
 
-def started(arm: Arm, models: Sequence[tuple[str, int]], timeout_s: float) -> float:
-    """Seconds from the command until each model, by name and port, has answered."""
+def started(
+    arm: Arm,
+    targets: Sequence[Target],
+    timeout_s: float,
+    on_ready: Callable[[], object] = lambda: None,
+) -> float:
+    """Seconds from the command until each target has answered; ``on_ready`` is called before the
+    first is asked.
+
+    Raises:
+        ServerFailedError: they did not within ``timeout_s``.
+    """
     begin = time.monotonic()
     for server in arm.servers:
         server.start()
     for server in arm.servers:
         server.wait_ready(timeout_s)
-    for model, port in models:
-        while not answers(model, port):
+    on_ready()
+    for target in targets:
+        while not answers(target):
+            if time.monotonic() > begin + timeout_s:
+                raise ServerFailedError(f"{arm.name} does not answer\n{arm.servers[-1].tail()}")
             time.sleep(_POLL_S)
     return time.monotonic() - begin
 
@@ -74,16 +88,17 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for number in range(options.runs + 1):
         for name in rotated(("loomserve", "vllm", "ray"), number):
             platform = Platform(two_models(model, flags, PORT), folder)
-            arm, models = platform.arm("measured"), [("measured", PORT), ("idle", PORT)]
+            arm = platform.arm("measured", "idle")
             if name == "vllm":
                 arm = bare_arm(name, model, flags, PORT, folder)
-                models = [("measured", PORT), ("idle", PORT + 1)]
             elif name == "ray":
                 words = [sys.executable, "-m", "benchmarks.ray_idle", str(PORT), REPLICAS]
                 server = Server(name, words, {}, PORT, "/", folder / "ray.log")
-                arm, models = Arm(name, [server], arm.target), []
+                arm = Arm(name, [server], arm.target)
             try:
-                took[name].append(started(arm, models, options.start_timeout))
+                # Ray Serve alone has nothing that answers.
+                targets = [] if name == "ray" else arm.targets
+                took[name].append(started(arm, targets, options.start_timeout))
                 if name in idle:
                     time.sleep(_SETTLE_S)
                     idle[name].append(arm.idle_cores(options.idle_seconds))

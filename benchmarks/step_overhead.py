@@ -160,16 +160,14 @@ def steps_us(engines: Mapping[str, ProcessPoolExecutor], requests: int) -> dict[
     for engine in engines.values():
         engine.submit(begin, requests).result()
     took = defaultdict[str, list[float]](list)
-    for number in itertools.count():
-        now = {
-            arm: engines[arm].submit(step_us, requests).result() for arm in rotated(ARMS, number)
-        }
+    orders = itertools.cycle([rotated(ARMS, number) for number in range(len(ARMS))])
+    while True:
+        now = {arm: engines[arm].submit(step_us, requests).result() for arm in next(orders)}
         if not any(each is not None for each in now.values()):
             return {arm: of[2:] for arm, of in took.items()}
         if all(now.values()):
             for arm, us in now.items():
                 took[arm].append(us or 0.0)
-    raise AssertionError
 
 
 def turns(model: Path, runs: int) -> dict[str, list[dict[str, list[float]]]]:
