@@ -27,7 +27,7 @@ import psutil
 import uvloop
 import yaml
 
-from benchmarks.harness import Measured, in_turns, over, parser_of, run, spread
+from benchmarks.harness import Measured, NotMeasuredError, in_turns, over, parser_of, run, spread
 from benchmarks.load import Outcome, Request, Target, closed_loop, new_session, prompts, send
 from benchmarks.platforms import Platform, two_models
 from benchmarks.servers import (
@@ -281,31 +281,54 @@ def measure(name: str, number: int, options: argparse.Namespace, folder: Path) -
 
 
 def figures(arms: Sequence[str], runs: Sequence[dict[str, Measured]]) -> dict[str, Any]:
-    names = list(runs[0][BASE])
+    """Of the runs in which an arm, and vLLM's own servers beside it, could be measured."""
+    whole = {arm: [one for one in runs if one[BASE] and one[arm]] for arm in arms}
+    if not whole[BASE]:
+        raise ServerFailedError("vLLM's own servers were measured in no run")
+    names = list(whole[BASE][0][BASE])
     absolute = {
         arm: {
             name: spread(values)
             for name in names
-            if (values := [one[arm][name] for one in runs if one[arm][name] is not None])
+            if (values := [one[arm][name] for one in of if one[arm][name] is not None])
         }
-        for arm in arms
+        for arm, of in whole.items()
+        if of
     }
-    of_ratios = [name for name in names if name not in ("lost_streams", "back_s")]
     ratios = {
-        arm: {name: over(runs, arm, BASE, name) for name in of_ratios}
-        for arm in arms
+        arm: {
+            name: over(whole[arm], arm, BASE, name)
+            for name in names
+            if name not in ("lost_streams", "back_s")
+        }
+        for arm in absolute
         if arm != BASE
     }
-    back = {arm: sum(one[arm]["back_s"] is not None for one in runs) for arm in arms}
-    return {"over_vllm": ratios, "absolute": absolute, "came_back": back, "runs": list(runs)}
+    back = {arm: sum(one[arm]["back_s"] is not None for one in whole[arm]) for arm in absolute}
+    failed = {arm: len(runs) - len(of) for arm, of in whole.items() if len(of) < len(runs)}
+    return {
+        "over_vllm": ratios,
+        "absolute": absolute,
+        "came_back": back,
+        "failed_runs": failed,
+        "runs": list(runs),
+    }
 
 
 def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if not (PEERS / "bin").exists():
         raise ServerFailedError("the peers are not installed: run scripts/install_peers.sh")
     arms = (BASE, *(arm for arm in options.arms if arm != BASE))
-    runs = in_turns(arms, options.runs, lambda arm, of: measure(arm, of, options, folder))
-    return figures(arms, runs)
+
+    def one(arm: str, number: int) -> Measured:
+        """Nothing where it failed, which loses no other arm's figures."""
+        try:
+            return measure(arm, number, options, folder)
+        except NotMeasuredError as error:
+            print(error, file=sys.stderr, flush=True)
+            return {}
+
+    return figures(arms, in_turns(arms, options.runs, one))
 
 
 def main() -> int:

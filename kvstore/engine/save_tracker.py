@@ -22,7 +22,7 @@ from loomserve.kvstore.engine.transfers.transfer import Save
 from loomserve.kvstore.index.radix import KEY_BYTES
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 # vLLM's placeholder in block tables.
@@ -58,7 +58,6 @@ class SaveTracker:
         self._pace = pace
         self._tails = tails
         self._requests: dict[str, Request] = {}
-        self._tables: dict[str, list[int]] = {}
         self._saved: dict[str, _Saved] = {}
         self._calendar = SaveCalendar()
         self._due: dict[str, int] = {}
@@ -79,7 +78,6 @@ class SaveTracker:
         """Forget a request; returns the chain of its unfilled block, if that was saved."""
         self._forget(request.request_id)
         self._requests.pop(request.request_id, None)
-        self._tables.pop(request.request_id, None)
         return self._saved.pop(request.request_id, _Saved()).tail_chain
 
     def unsaved_blocks(self, request: Request, tokens: int) -> int:
@@ -106,15 +104,15 @@ class SaveTracker:
         if there are any. ``in_own_memory``: whether a request's blocks are where they can be
         copied. ``now`` is when the step begins.
         """
-        self._tables.update(_block_tables(scheduled.kv_connector_block_state))
         for request_id in self._calendar.next_step(scheduled):
             self._enter(request_id)
         room = self._tails.blocks(now) > 0
         if not (self._full or (room and self._due)):
             return
-        early = early_blocks()
+        early, tables = early_blocks(), scheduled.kv_connector_block_state
+        found = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         for request_id in self._candidates(scheduled, room):
-            if request_id not in self._full and not self._tails.blocks(now):
+            if not room and request_id not in self._full:
                 # Its unfilled block comes in a later step.
                 continue
             request, after = self._requests[request_id], self._calendar.tokens(request_id)
@@ -125,19 +123,18 @@ class SaveTracker:
             if hands_over(request):
                 keys = self._to_hand_over(request, after, saved)
             else:
-                keys = self._computed(request, after, saved, early, now)
+                keys = self._computed(request, after, saved, early, room=room)
                 early -= max(0, len(keys) // KEY_BYTES - before)
+                room = room and self._tails.blocks(now) > 0
             self._enter(request_id)
             if not keys:
                 continue
-            blocks = self._tables[request_id][: len(keys) // KEY_BYTES]
+            blocks = tables.get_block_ids(request_id)[0][: len(keys) // KEY_BYTES]
             if _NULL_BLOCK in blocks:
                 # A sliding window has passed them, and their KV is gone.
                 continue
             # What a request begins with is from the store, or was saved when it was computed.
-            new = scheduled.scheduled_new_reqs
-            found = sum(each.num_computed_tokens for each in new if each.req_id == request_id)
-            first = min(max(before, found // self._block_size), len(blocks))
+            first = min(max(before, found.get(request_id, 0) // self._block_size), len(blocks))
             recompute_s = self._block_size * self._pace.s_per_token
             keep_s = HANDOFF_S if hands_over(request) else 0.0
             yield {
@@ -210,17 +207,18 @@ class SaveTracker:
         return keys
 
     def _computed(
-        self, request: Request, tokens: int, saved: _Saved, early: int, now: float
+        self, request: Request, tokens: int, saved: _Saved, early: int, *, room: bool
     ) -> bytes:
         """Chain of what is computed of a request; empty if there is nothing to save.
 
-        ``saved`` is brought up to date; ``early`` blocks may be saved.
+        ``saved`` is brought up to date; ``early`` blocks may be saved, and with ``room`` a part of
+        the next one.
         """
         keys = self._full_keys(request, tokens)
         full, before = len(keys) // KEY_BYTES, saved.blocks
         saved.blocks = max(before, min(full, before + early))
         keys = keys[: saved.blocks * KEY_BYTES]
-        room = early > saved.blocks - before and self._tails.blocks(now)
+        room = room and early > saved.blocks - before
         if room and 0 < full == saved.blocks and (end := self._tail_end(request, tokens, saved)):
             keys += tail_key_of(request, keys, end, self._block_size, owned=False)
             saved.tail, saved.tail_chain = end, keys
@@ -237,8 +235,3 @@ class SaveTracker:
             return 0
         end = tail_end(min(tokens, len(request.all_token_ids)), self._block_size)
         return end if end > saved.tokens(self._block_size) else 0
-
-
-def _block_tables(state: KVConnectorBlockState) -> Iterator[tuple[str, list[int]]]:
-    for request_id in state.req_ids:
-        yield request_id, list(state.get_block_ids(request_id)[0])

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import msgspec
 import zmq
 
 from loomserve.kvstore.server.protocol import (
+    MOST_TOGETHER,
     Abandon,
     Found,
+    One,
+    OneReply,
     Release,
+    Replies,
     Reply,
     Request,
     Reserved,
+    Several,
     encoder,
     reply_decoder,
 )
@@ -27,6 +33,8 @@ _logger = logging.getLogger(__name__)
 _TIMEOUT_MS = 250
 # Seconds between requests to a store that is away.
 _RETRY_S = 1.0
+# Of the keys in one message, if it is of several requests.
+_TOGETHER_BYTES = 2**20
 
 R = TypeVar("R")
 
@@ -86,6 +94,19 @@ class StoreClient:
             # Leases and writers end by themselves, and blocks that nobody wants are evicted.
             _logger.debug("%s", error)
 
+    def ask_all(self, requests: Iterable[One]) -> Iterator[OneReply]:
+        """Send requests together, as many as go into a message; yields the answer to each.
+
+        ``StoreAwayError`` as of :meth:`ask`: what was sent before has been answered.
+        """
+        for together in _messages(requests):
+            yield from self.ask(Several(together), Replies).replies
+
+    def tell_all(self, requests: Iterable[One]) -> None:
+        """:meth:`tell` several, together."""
+        for together in _messages(requests):
+            self.tell(Several(together))
+
     def _connected(self) -> zmq.Socket[bytes]:
         if self._socket is None:
             socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
@@ -113,14 +134,29 @@ class StoreClient:
             return
         self._unanswered = None
         with socket:
-            reply = self._decoder.decode(socket.recv())
-        if isinstance(reply, Reserved) and reply.writer:
-            self._exchange(Abandon(reply.writer))
-        elif isinstance(reply, Found) and reply.lease:
-            self._exchange(Release([reply.lease]))
+            late = self._decoder.decode(socket.recv())
+        for reply in late.replies if isinstance(late, Replies) else (late,):
+            if isinstance(reply, Reserved) and reply.writer:
+                self._exchange(Abandon(reply.writer))
+            elif isinstance(reply, Found) and reply.lease:
+                self._exchange(Release([reply.lease]))
 
     def close(self) -> None:
         for socket in (self._socket, self._unanswered):
             if socket is not None:
                 socket.close()
         self._socket = self._unanswered = None
+
+
+def _messages(requests: Iterable[One]) -> Iterator[list[One]]:
+    """What to send together, in order."""
+    together, size = list[One](), 0
+    for each in requests:
+        keys = len(getattr(each, "keys", b""))
+        if len(together) == MOST_TOGETHER or (together and size + keys > _TOGETHER_BYTES):
+            yield together
+            together, size = [], 0
+        together.append(each)
+        size += keys
+    if together:
+        yield together

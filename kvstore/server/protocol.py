@@ -29,6 +29,8 @@ HANDED_OVER_BY = "loomserve_handed_over_by"
 WRITE_S = 60.0
 """Seconds after which a writer counts as dead, and its slots are given to others."""
 _LONGEST_LEASE_S = 3600
+MOST_TOGETHER = 64
+"""Requests in a message: others wait until all are answered."""
 
 # Linux has no higher one.
 Pid = Annotated[int, Meta(ge=0, le=2**22)]
@@ -187,7 +189,7 @@ class StoreUsage(msgspec.Struct, tag=True, frozen=True):
     state: KvState
 
 
-Request = (
+One = (
     Lookup
     | Reserve
     | Commit
@@ -200,7 +202,23 @@ Request = (
     | Hottest
     | Inspect
 )
-Reply = Found | Reserved | HotChains | Done | Refused | StoreUsage
+OneReply = Found | Reserved | HotChains | Done | Refused | StoreUsage
+
+
+class Several(msgspec.Struct, tag=True, frozen=True):
+    """Requests that are carried out one after the other."""
+
+    requests: Annotated[list[One], Meta(max_length=MOST_TOGETHER)]
+
+
+class Replies(msgspec.Struct, tag=True, frozen=True):
+    """Answer to :class:`Several`: one to each request."""
+
+    replies: list[OneReply]
+
+
+Request = One | Several
+Reply = OneReply | Replies
 
 _SLOT = np.dtype("<i8")
 

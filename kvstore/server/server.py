@@ -9,7 +9,7 @@ import time
 import msgspec
 import zmq
 
-from loomserve.kvstore.server.protocol import Reply, Request, encoder
+from loomserve.kvstore.server.protocol import One, OneReply, Replies, Request, Several, encoder
 from loomserve.kvstore.server.store import BlockStore
 from loomserve.kvstore.wire import MOST_MESSAGE_BYTES, UNREADABLE, Refused
 
@@ -71,14 +71,17 @@ class StoreServer:
             self._socket.send_multipart([client, empty, self._answer(message)])
 
     def _answer(self, message: bytes) -> bytes:
-        reply: Reply
         try:
             request = self._decoder.decode(message)
         except UNREADABLE as error:
             return self._encoder.encode(Refused(f"not a request: {error}"))
+        if isinstance(request, Several):
+            return self._encoder.encode(Replies([self._reply(each) for each in request.requests]))
+        return self._encoder.encode(self._reply(request))
+
+    def _reply(self, request: One) -> OneReply:
         try:
-            reply = self._store.answer(request, time.monotonic())
+            return self._store.answer(request, time.monotonic())
         except Exception:
             _logger.exception("a request of an engine failed")
-            reply = Refused("the KV store failed; its log says why")
-        return self._encoder.encode(reply)
+            return Refused("the KV store failed; its log says why")

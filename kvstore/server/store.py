@@ -31,11 +31,11 @@ from loomserve.kvstore.server.protocol import (
     Hottest,
     Inspect,
     Lookup,
+    One,
+    OneReply,
     Outdated,
     Pin,
     Release,
-    Reply,
-    Request,
     Reserve,
     Reserved,
     StoreUsage,
@@ -87,7 +87,7 @@ class BlockStore:
             self._fetches = Fetches(network, self.memory)
             self._copies.append(self._fetches.queue)
         operators = self._operators = OperatorCalls(self.memory)
-        self._answers: dict[type[Any], Callable[[Any, float], Reply]] = {
+        self._answers: dict[type[Any], Callable[[Any, float], OneReply]] = {
             Lookup: self._lookup,
             Reserve: self._reserve,
             Commit: self._commit,
@@ -113,7 +113,7 @@ class BlockStore:
         spaces = self.memory.spaces
         return spaces.slot_bytes(namespace) if namespace in spaces else None
 
-    def answer(self, request: Request, now: float) -> Reply:
+    def answer(self, request: One, now: float) -> OneReply:
         if len(getattr(request, "keys", b"")) % KEY_BYTES:
             return Refused(f"keys are {KEY_BYTES} bytes each")
         return self._answers[type(request)](request, now)
@@ -148,7 +148,7 @@ class BlockStore:
             self._ssd.close()
         self.memory.arena.close()
 
-    def _lookup(self, request: Lookup, now: float) -> Reply:
+    def _lookup(self, request: Lookup, now: float) -> OneReply:
         namespace, keys = request.namespace, request.keys
         if not self._knows(namespace, request.block_s):
             return _NOTHING
@@ -184,7 +184,7 @@ class BlockStore:
             return self._fetches.knows(namespace)
         return namespace in self.memory.spaces
 
-    def _reserve(self, request: Reserve, now: float) -> Reply:
+    def _reserve(self, request: Reserve, now: float) -> OneReply:
         namespace, keys = request.namespace, request.keys
         space = Space(request.model, BlockLayout(request.layers, request.layer_bytes))
         new = namespace not in self.memory.spaces
@@ -203,7 +203,7 @@ class BlockStore:
         slots = encode_slots(reservation.slots)
         return Reserved(first, slots, writer, reservation.generation)
 
-    def _commit(self, request: Commit, now: float) -> Reply:
+    def _commit(self, request: Commit, now: float) -> OneReply:
         reservation = self._writers.end(request.writer)
         if reservation is None:
             return Refused("this write took too long and was given up")
@@ -218,26 +218,26 @@ class BlockStore:
             self.memory.leases.give(namespace, keys, there, 0, now, request.keep_s)
         return Done(blocks)
 
-    def _abandon(self, request: Abandon, now: float) -> Reply:
+    def _abandon(self, request: Abandon, now: float) -> OneReply:
         reservation = self._writers.end(request.writer)
         if reservation is not None:
             self.memory.cancel(reservation)
         return Done()
 
-    def _release(self, request: Release, now: float) -> Reply:
+    def _release(self, request: Release, now: float) -> OneReply:
         self.memory.leases.release(request.leases)
         return Done(len(request.leases))
 
-    def _outdated(self, request: Outdated, now: float) -> Reply:
+    def _outdated(self, request: Outdated, now: float) -> OneReply:
         known = request.keys and request.namespace in self.memory.spaces
         return Done(self.memory.remove(request.namespace, request.keys) if known else 0)
 
-    def _corrupt(self, request: Corrupt, now: float) -> Reply:
+    def _corrupt(self, request: Corrupt, now: float) -> OneReply:
         namespace, keys = request.namespace, request.keys
         known = keys and namespace in self.memory.spaces
         return Done(self.memory.remove_corrupt(namespace, keys, now) if known else 0)
 
-    def _inspect(self, request: Inspect, now: float) -> Reply:
+    def _inspect(self, request: Inspect, now: float) -> OneReply:
         corrupt_on_ssd = self._promotions.corrupt_blocks if self._promotions else 0
         state = KvState(
             capacity_bytes=self.memory.arena.capacity_bytes,

@@ -65,9 +65,9 @@ def seed(namespace: bytes, key: bytes) -> int:
     return xxh3_64_intdigest(namespace + key)
 
 
-def layer_digest(piece: NDArray[np.uint8], layer: int, block_seed: int) -> int:
+def layer_digest(piece: memoryview, layer: int, block_seed: int) -> int:
     # The layer is part of the seed, so that two layers of one block cannot change places.
-    return xxh3_64_intdigest(piece.data, (block_seed + layer) % 2**64)
+    return xxh3_64_intdigest(piece, (block_seed + layer) % 2**64)
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,7 @@ class BlockLayout:
             return False
         data, size = view.data, self.layer_bytes
         return all(
-            xxh3_64_intdigest(data[layer * size : (layer + 1) * size], (block_seed + layer) % 2**64)
-            == checksum
+            layer_digest(data[layer * size : (layer + 1) * size], layer, block_seed) == checksum
             for layer, checksum in enumerate(self.checksums(view).tolist())
         )
 

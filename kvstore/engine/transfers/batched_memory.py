@@ -88,7 +88,8 @@ class BatchedMemory(KvMemory):
     def from_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
         self._issue(self.pieces_at(runs), self.blocks_at(layer, runs))
 
-    def on_host(self, layer: int, first: int, blocks: int) -> None:
+    @property
+    def rows(self) -> None:
         """The CPU reads none of it."""
 
     def equals_host(self, layer: int, runs: Sequence[BlockPieces]) -> bool:

@@ -136,12 +136,12 @@ class Loader(TransferThread):
         The check follows the copy, so it notices a slot that was given to others before or
         meanwhile. It is of the engine's own bytes, if the CPU can read them.
         """
-        own = self.memory.on_host(layer, run.first, len(run.slots))
-        pieces = run.pieces[:, layer] if own is None else own
+        rows = self.memory.rows
         sealed = run.checksums[:, layer].tolist()
-        for block, (piece, checksum, block_seed) in enumerate(
-            zip(pieces, sealed, run.seeds, strict=True), run.first
-        ):
+        for at, (checksum, block_seed) in enumerate(zip(sealed, run.seeds, strict=True)):
+            block, piece = run.first + at, run.pieces[at, layer].data
+            if rows is not None:
+                piece = rows[layer].piece(block, self.memory.layer_bytes)
             if layer_digest(piece, layer, block_seed) != checksum:
                 yield block
 

@@ -31,12 +31,26 @@ LayerPieces = tuple[int, Sequence[BlockPieces]]
 """A layer, and blocks with its pieces of them."""
 
 
+class Rows(NamedTuple):
+    """A layer's bytes, where the CPU reads them: those of a block begin ``apart`` behind those of
+    the one before, the first at ``address``."""
+
+    address: int
+    apart: int
+    view: memoryview
+
+    def piece(self, block: int, size: int) -> memoryview:
+        begin = block * self.apart
+        return self.view[begin : begin + size]
+
+
 class BlockMemory(Protocol):
     """Memory whose blocks are copied to the store and from it.
 
     ``layer_of`` numbers layers by their names in vLLM; ``layers_here`` are those of the engine's
     own forward pass. ``beside_steps``: whether blocks may be copied while one runs. ``copy_bytes``
-    is the most of a copy, after which checksums are computed of it.
+    is the most of a copy, after which checksums are computed of it. ``rows`` are the engine's bytes
+    by layer; None: out of the CPU's reach, or not in one piece.
     """
 
     layers: int
@@ -47,14 +61,15 @@ class BlockMemory(Protocol):
     # Few enough to be in the processor's cache for the checksums.
     copy_bytes: int = 2**18
 
+    @property
+    def rows(self) -> Sequence[Rows] | None:
+        return None
+
     def to_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
         """Copy the layer of these blocks to their pieces."""
 
     def from_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
         """Copy these pieces to the layer of their blocks."""
-
-    def on_host(self, layer: int, first: int, blocks: int) -> Bytes | None:
-        """View of the engine's bytes, ``[blocks, layer_bytes]``; None: out of the CPU's reach."""
 
     def equals_host(self, layer: int, runs: Sequence[BlockPieces]) -> bool:
         """Whether the layer of these blocks equals their pieces."""
@@ -115,8 +130,16 @@ class KvMemory(BlockMemory):
         for rows, pieces in self._both(layer, runs):
             np.copyto(rows, pieces)
 
-    def on_host(self, layer: int, first: int, blocks: int) -> Bytes | None:
-        return self._host_rows[layer][first : first + blocks, 0] if self.runs == 1 else None
+    @cached_property
+    def rows(self) -> Sequence[Rows] | None:
+        if self.runs > 1:
+            return None
+        found = []
+        for rows in self._rows:
+            apart = rows.stride(0)
+            flat = rows.as_strided(((len(rows) - 1) * apart + self.layer_bytes,), (1,))
+            found.append(Rows(flat.data_ptr(), apart, flat.numpy().data))
+        return found
 
     def equals_host(self, layer: int, runs: Sequence[BlockPieces]) -> bool:
         return all(np.array_equal(*both) for both in self._both(layer, runs))

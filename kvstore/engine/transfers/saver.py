@@ -7,9 +7,10 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from ctypes import memmove
 from dataclasses import dataclass, field
 
-from loomserve.kvstore.engine.transfers.memory import BlockMemory, HostStream, LayerPieces
+from loomserve.kvstore.engine.transfers.memory import BlockMemory, HostStream, Rows
 from loomserve.kvstore.engine.transfers.staging import Staged, Staging
 from loomserve.kvstore.engine.transfers.transfer import (
     NOT_HELD,
@@ -21,7 +22,7 @@ from loomserve.kvstore.engine.transfers.transfer import (
 )
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.index.recovery import header_at
-from loomserve.kvstore.server.client import StoreAwayError, StoreClient, StoreRefusedError
+from loomserve.kvstore.server.client import StoreAwayError, StoreClient
 from loomserve.kvstore.server.protocol import (
     WRITE_S,
     Abandon,
@@ -32,6 +33,7 @@ from loomserve.kvstore.server.protocol import (
 )
 from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.storage.checksum import layer_digest, seal
+from loomserve.kvstore.wire import Refused
 
 _logger = logging.getLogger(__name__)
 
@@ -183,11 +185,15 @@ class Saver(TransferThread):
         finally:
             step.copied.set()
         kept = step.in_time(step.judged) and step.sound and whole
-        for room, save in writers:
-            if kept:
+        if kept:
+            for room, save in writers:
                 self._note_own(room, save)
-            commit = Commit(room.writer, save.recompute_s, save.keep_s, save.outdated)
-            self._store.tell(commit if kept else Abandon(room.writer))
+        self._store.tell_all(
+            Commit(room.writer, save.recompute_s, save.keep_s, save.outdated)
+            if kept
+            else Abandon(room.writer)
+            for room, save in writers
+        )
         blocks = sum(len(run.slots) for runs in copies for run in runs)
         core_s = self.saved.core_s + time.thread_time() - begin
         self.saved = Saved(self.saved.blocks + blocks, core_s)
@@ -201,25 +207,7 @@ class Saver(TransferThread):
     def _reserve(
         self, saves: Sequence[Save], writers: list[tuple[Reserved, Save]]
     ) -> Iterator[BlockRun]:
-        for save in saves:
-            try:
-                room = self._store.ask(
-                    Reserve(
-                        save.namespace,
-                        save.keys,
-                        self._model,
-                        self.memory.layers,
-                        self.memory.layer_bytes,
-                        os.getpid(),
-                    ),
-                    Reserved,
-                )
-            except StoreRefusedError as error:
-                self._warn_once(str(error))
-                continue
-            except StoreAwayError as error:
-                _logger.debug("%s", error)
-                continue
+        for save, room in self._rooms(saves):
             slots = decode_slots(room.slots)
             blocks = save.blocks[room.first : room.first + len(slots)]
             if NOT_HELD in blocks:
@@ -234,6 +222,29 @@ class Saver(TransferThread):
             yield from self._runs(
                 save.namespace, save.keys[room.first * KEY_BYTES :], slots, blocks
             )
+
+    def _rooms(self, saves: Sequence[Save]) -> Iterator[tuple[Save, Reserved]]:
+        """Yield the slots of each save that the store has any for."""
+        asked = (
+            Reserve(
+                save.namespace,
+                save.keys,
+                self._model,
+                self.memory.layers,
+                self.memory.layer_bytes,
+                os.getpid(),
+            )
+            for save in saves
+        )
+        replies = self._store.ask_all(asked)
+        try:
+            for save, reply in zip(saves, replies, strict=False):
+                if isinstance(reply, Reserved):
+                    yield save, reply
+                elif isinstance(reply, Refused):
+                    self._warn_once(reply.message)
+        except StoreAwayError as error:
+            _logger.debug("%s", error)
 
     def _warn_once(self, refusal: str) -> None:
         # The refusal stands until the configuration changes, and would repeat in every step.
@@ -269,25 +280,46 @@ class Saver(TransferThread):
         return whole
 
     def _save_together(self, layers: range, runs: Sequence[BlockRun], step: SaveStep) -> bool:
-        pieces = [(layer, [run.of(layer) for run in runs]) for layer in layers]
-        step.memory.layers_to_host(pieces)
+        rows = step.memory.rows
+        pieces = [(layer, [run.of(layer) for run in runs]) for layer in layers] if not rows else []
+        if rows:
+            _copy(rows, layers, runs)
+        else:
+            step.memory.layers_to_host(pieces)
         self._stream.settle()
-        return _seal(step.memory, pieces, runs)
+        for run in runs:
+            _seal(rows, layers, run)
+        return bool(rows) or step.memory.layers_equal_host(pieces)
 
 
-def _seal(memory: BlockMemory, layers: Sequence[LayerPieces], runs: Sequence[BlockRun]) -> bool:
-    """Store the checksums of the runs' layers; returns whether the slots hold the engine's bytes.
+def _copy(rows: Sequence[Rows], layers: range, runs: Sequence[BlockRun]) -> None:
+    """Copy the layers of these blocks to their slots.
+
+    NumPy takes several times as long for the few bytes of a small model's layer. Both let the
+    forward pass compute meanwhile.
+    """
+    for run in runs:
+        size, slot = run.pieces.shape[2], run.pieces.ctypes.data
+        for block in range(run.first, run.first + len(run.slots)):
+            for layer in layers:
+                address, apart, _ = rows[layer]
+                memmove(slot + layer * size, address + block * apart, size)
+            slot += run.pieces.strides[0]
+
+
+def _seal(rows: Sequence[Rows] | None, layers: range, run: BlockRun) -> None:
+    """Store the checksums of these layers of a run's blocks.
 
     A writer that the store gave up may still write here, even after the copy. So the checksum
     is of the engine's bytes; if the CPU cannot read those, the slots are compared with them.
     """
-    is_read = True
-    for layer, in_slots in layers:
-        for run, (first, pieces) in zip(runs, in_slots, strict=True):
-            own = memory.on_host(layer, first, len(pieces))
-            is_read = is_read and own is not None
-            run.checksums[:, layer] = [
-                layer_digest(piece, layer, block_seed)
-                for piece, block_seed in zip(pieces if own is None else own, run.seeds, strict=True)
-            ]
-    return is_read or memory.layers_equal_host(layers)
+    size = run.pieces.shape[2]
+    for at, seed in enumerate(run.seeds):
+        run.checksums[at, layers.start : layers.stop] = [
+            layer_digest(
+                rows[layer].piece(run.first + at, size) if rows else run.pieces[at, layer].data,
+                layer,
+                seed,
+            )
+            for layer in layers
+        ]

@@ -43,9 +43,6 @@ class ShardedMemory(BlockMemory):
             rows = torch.from_numpy(pieces).view(self._dtype).view(len(pieces), *self._shape)
             self._copy(self._shard.write_whole, layer, first, rows)
 
-    def on_host(self, layer: int, first: int, blocks: int) -> None:
-        """Some of the bytes are in the lender's process."""
-
     def equals_host(self, layer: int, runs: Sequence[BlockPieces]) -> bool:
         return all(
             np.array_equal(pieces, self._read(layer, first, len(pieces))) for first, pieces in runs

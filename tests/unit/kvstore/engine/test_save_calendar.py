@@ -27,7 +27,7 @@ Copies = list[dict[int, Save]]
 
 def block_tables(tables: dict[str, Any]) -> Any:
     """As vLLM's ``KVConnectorBlockState`` has them."""
-    return SimpleNamespace(block_ids=tables, req_ids=set(tables), get_block_ids=tables.__getitem__)
+    return SimpleNamespace(block_ids=tables, get_block_ids=tables.__getitem__)
 
 
 class WalkingTracker(SaveTracker):
@@ -41,8 +41,7 @@ class WalkingTracker(SaveTracker):
         now: float,
     ) -> Iterator[dict[int, Save]]:
         early = early_blocks()
-        for name, tables in scheduled.kv_connector_block_state.block_ids.items():
-            self._tables[name] = list(tables[0])
+        tables = scheduled.kv_connector_block_state.block_ids
         before_step = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         found = {name: tokens // self._block_size for name, tokens in before_step.items()}
         cached = scheduled.scheduled_cached_reqs
@@ -67,11 +66,12 @@ class WalkingTracker(SaveTracker):
             if hands_over(request):
                 keys = self._to_hand_over(request, after, saved)
             else:
-                keys = self._computed(request, after, saved, early, now)
+                budget = self._tails.blocks(now) > 0
+                keys = self._computed(request, after, saved, early, room=budget)
                 early -= max(0, len(keys) // KEY_BYTES - before)
             if not keys:
                 continue
-            blocks = self._tables[name][: len(keys) // KEY_BYTES]
+            blocks = tables[name][0][: len(keys) // KEY_BYTES]
             if 0 in blocks:
                 continue
             first = min(max(before, found.get(name, 0)), len(blocks))
@@ -198,9 +198,7 @@ class Engine:
             one.computed += count
             while len(one.table) * self.size < one.computed:
                 one.table.append(self.source.randint(0 if self.source.random() < 0.02 else 1, 99))
-                tables[one.request_id] = (one.table,)
-            if one in started:
-                tables[one.request_id] = (one.table,)
+            tables[one.request_id] = (one.table,)
         return SimpleNamespace(
             scheduled_new_reqs=new,
             scheduled_cached_reqs=SimpleNamespace(req_ids=cached, num_computed_tokens=before),

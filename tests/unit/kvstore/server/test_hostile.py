@@ -24,11 +24,13 @@ from loomserve.kvstore.server.protocol import (
     Found,
     Inspect,
     Lookup,
+    One,
     Pin,
     Release,
-    Request,
+    Replies,
     Reserve,
     Reserved,
+    Several,
     reply_decoder,
 )
 from loomserve.kvstore.server.server import StoreServer
@@ -102,14 +104,14 @@ class HostileClient:
 
     def _learn(self) -> None:
         assert self._socket.poll(10_000), "the store answers whatever it is sent"
-        reply = self._answers.decode(self._socket.recv_multipart()[-1])
+        answer = self._answers.decode(self._socket.recv_multipart()[-1])
         self.answered += 1
-        if isinstance(reply, Refused):
-            self.refused += 1
-        elif isinstance(reply, Found):
-            self._ids.append(reply.lease)
-        elif isinstance(reply, Reserved):
-            self._ids.append(reply.writer)
+        self.refused += isinstance(answer, Refused)
+        for reply in answer.replies if isinstance(answer, Replies) else (answer,):
+            if isinstance(reply, Found):
+                self._ids.append(reply.lease)
+            elif isinstance(reply, Reserved):
+                self._ids.append(reply.writer)
 
     def _message(self) -> bytes:
         if self._random.random() < 0.1:
@@ -122,7 +124,9 @@ class HostileClient:
                     b"\x81\xa4type\xa6Lookup",
                 )
             )
-        message = bytearray(self._encode(self._request()))
+        several = self._random.random() < 0.2
+        together = [self._request() for _ in range(self._random.randrange(1, 4))]
+        message = bytearray(self._encode(Several(together) if several else together[0]))
         kind = self._random.random()
         if kind < 0.2:
             del message[self._random.randrange(len(message)) :]
@@ -131,7 +135,7 @@ class HostileClient:
                 message[self._random.randrange(len(message))] = self._random.randrange(256)
         return bytes(message)
 
-    def _request(self) -> Request:
+    def _request(self) -> One:
         pick = self._random.choice
         namespace = SPACE if self._random.random() < 0.8 else self._random.randbytes(16)
         keys = pick((*self._known, self._random.randbytes(64), b"", self._random.randbytes(15)))

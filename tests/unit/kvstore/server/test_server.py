@@ -25,22 +25,28 @@ from loomserve.kvstore.server.client import StoreAwayError, StoreClient
 from loomserve.kvstore.server.opening import open_store
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import (
+    MOST_TOGETHER,
+    Abandon,
     Commit,
     Done,
     Found,
     Inspect,
     Lookup,
+    One,
     Release,
+    Replies,
     Reply,
     Request,
     Reserve,
     Reserved,
+    Several,
     StoreUsage,
     decode_slots,
 )
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.storage.checksum import BlockLayout, seed
+from loomserve.kvstore.wire import Refused
 from loomserve.platform.state.kvstore import KvState
 from tests.unit.kvstore.sealing import seal_layer
 from tests.unit.stopping import stop
@@ -189,6 +195,34 @@ def test_many_engines_at_once_each_get_their_own_answers(
     assert wrong == []
 
 
+def test_requests_sent_together_are_answered_each_in_order(
+    options: StoreOptions, server: StoreServer
+) -> None:
+    engine = Engine.of(options)
+    chains = [chain(str(number), 1) for number in range(2 * MOST_TOGETHER + 3)]
+    requests: list[One] = [
+        Reserve(SPACE, keys, "model", LAYOUT.layers, LAYOUT.layer_bytes) for keys in chains
+    ]
+    requests.insert(3, Reserve(SPACE, chain("other", 1), "model", LAYOUT.layers + 1, 64))
+    replies = list(engine.client.ask_all(requests))
+    refused = replies.pop(3)
+    assert isinstance(refused, Refused)
+    rooms = [reply for reply in replies if isinstance(reply, Reserved)]
+    assert len(rooms) == len(chains)
+    assert [len(decode_slots(room.slots)) for room in rooms] == [1] * len(chains)
+    engine.client.tell_all(Abandon(room.writer) for room in rooms)
+    assert engine.usage().writers == 0
+
+
+def test_what_is_sent_together_is_bounded_in_bytes(
+    options: StoreOptions, server: StoreServer
+) -> None:
+    engine = Engine.of(options)
+    long = b"k" * KEY_BYTES * 2**15
+    requests = [Lookup(SPACE, long, 0, 1.0, False)] * 12
+    assert [type(reply) for reply in engine.client.ask_all(requests)] == [Found] * 12
+
+
 @pytest.mark.parametrize(
     "frames",
     [
@@ -209,8 +243,10 @@ def test_many_engines_at_once_each_get_their_own_answers(
         [b"", msgspec.msgpack.encode(Reserve(SPACE, b"", "model", 1, -1))],
         [b"", msgspec.msgpack.encode(Reserve(SPACE, b"k", "model", 1, 1))],
         [b"", msgspec.msgpack.encode(Reserve(SPACE, b"k" * 16, "model", 2**39, 2**39))],
+        [b"", msgspec.msgpack.encode(Several([Inspect()] * (MOST_TOGETHER + 1)))],
+        [b"", msgspec.msgpack.encode({"type": "Several", "requests": [Several([])]})],
     ],
-    ids=range(17),
+    ids=range(19),
 )
 def test_garbage_is_refused_or_dropped_and_others_are_served(
     options: StoreOptions, server: StoreServer, frames: list[bytes]
@@ -304,11 +340,13 @@ def test_room_and_leases_of_an_answer_that_came_too_late_are_given_back(
     assert process.pid is not None
     engine = Engine.of(options)
     engine.save(chain("a", 3))
-    impatient = [StoreClient(options.address, timeout_ms=50) for _ in range(2)]
+    impatient = [StoreClient(options.address, timeout_ms=50) for _ in range(3)]
+    shape = ("model", LAYOUT.layers, LAYOUT.layer_bytes)
     stop(process.pid)
     requests: list[tuple[Request, type[Reply]]] = [
-        (Reserve(SPACE, chain("b", 2), "model", LAYOUT.layers, LAYOUT.layer_bytes), Reserved),
+        (Reserve(SPACE, chain("b", 2), *shape), Reserved),
         (Lookup(SPACE, chain("a", 3), 0, 60.0, False), Found),
+        (Several([Reserve(SPACE, chain(each, 1), *shape) for each in "cd"]), Replies),
     ]
     try:
         for client, (request, reply) in zip(impatient, requests, strict=True):
@@ -316,7 +354,7 @@ def test_room_and_leases_of_an_answer_that_came_too_late_are_given_back(
                 client.ask(request, reply)
     finally:
         os.kill(process.pid, signal.SIGCONT)
-    within(5, lambda: (engine.usage().writers, engine.usage().leases) == (1, 1))
+    within(5, lambda: (engine.usage().writers, engine.usage().leases) == (3, 1))
     time.sleep(1.0)  # they ask a store that was away only once a second
     for client in impatient:
         client._timeout_ms = round(1000 * PATIENCE_S)
