@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import json
@@ -14,11 +15,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from loomserve.deployments.gateway.replica_choice import ReplicaChoice
+from loomserve.deployments.gateway.dispatch import ModelRequest
+from loomserve.deployments.gateway.load_reports import LoadReports
+from loomserve.deployments.gateway.replica_choice import AnswerContext, ReplicaChoice
 from loomserve.platform.base.heap import settle_heap
 from loomserve.platform.config import Router
 from loomserve.platform.config.rebalancing import Rebalancing
-from loomserve.platform.front_end.routing import RoutingRequest
+from loomserve.platform.front_end.routing import RoutingRequest, checked
 from loomserve.platform.placement.policy.graph import Demand, DeviceNode, Graph
 from loomserve.platform.placement.policy.helr import MODES, place
 from loomserve.platform.rebalancing.policy.correction import Corrections
@@ -32,8 +35,10 @@ from loomserve.platform.rebalancing.policy.snapshot import (
     MoveKind,
     Snapshot,
 )
+from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import ReplicaLoad
+from loomserve.platform.state.load_report import LoadReport
 from loomserve.platform.state.roles import Role
 from loomserve.routers.block_keys import BLOCK_TOKENS
 from loomserve.routers.in_flight import InFlight
@@ -68,6 +73,8 @@ class Fleet:
         self.choice = ReplicaChoice("m", Router(policy=policy), self.ledger, metrics, self.table)
         for number in range(replicas):
             self._report(number)
+        self._choose = checked(self.choice.choose)
+        self._content = EngineRequest("/v1/completions", {"model": "m", "prompt": "a"})
         self._open: deque[tuple[RoutingRequest, str]] = deque()
         self._due, self._turns = 0.0, itertools.cycle(range(replicas))
 
@@ -82,13 +89,14 @@ class Fleet:
         prompt = rng.randrange(PROMPTS)
         tokens = [*range(prompt, prompt + SHARED_BLOCKS * BLOCK_TOKENS)]
         tokens += [rng.randrange(50_000)] * ((BLOCKS - SHARED_BLOCKS) * BLOCK_TOKENS)
-        ended_with = {rng.choice(self.ids)} if rng.random() < 0.1 else ()
-        return RoutingRequest("id", "id", tokens, 256, self._usable, frozenset(ended_with))
+        ended_with = frozenset([rng.choice(self.ids)] if rng.random() < 0.1 else ())
+        context = AnswerContext.of(ModelRequest("m", self._content, "id"))
+        return RoutingRequest("id", "id", tokens, 256, self._usable, ended_with, context=context)
 
     def decide(self, request: RoutingRequest) -> float:
         """Seconds of a decision; the request stays until so many others have come."""
         begin = time.thread_time()
-        chosen = self.choice.choose(request)
+        chosen = self._choose(request)
         took_s = time.thread_time() - begin
         assert chosen is not None
         self._open.append((request, chosen))
@@ -126,6 +134,33 @@ def decisions(replicas: int, policy: str, most: int, most_s: float) -> list[floa
         took.append(1e6 * fleet.decide(fleet.request()))
         if number > 2 * WARM_UP and time.monotonic() > end:
             break
+    return took[WARM_UP:]
+
+
+def tells(replicas: int, policy: str, most: int) -> list[float]:
+    """Microseconds in which a load is taken in that an engine tells with a step's outputs."""
+    fleet, rng, took = Fleet(replicas, policy), random.Random(1), []
+
+    async def never(address: str, path: str, timeout_s: float) -> str:
+        return await asyncio.Future()
+
+    async def run() -> None:
+        reports = LoadReports(never, fleet.table)
+        reports.set_replicas(dict.fromkeys(fleet.ids, ""))
+        for number in range(replicas):
+            fleet._report(number)
+        settle_heap()
+        for step in range(most + WARM_UP):
+            if step % 10 == 0:
+                fleet.decide(fleet.request())
+            load = LoadReport(step, 0, rng.randrange(64), 0, rng.random())
+            told = rng.choice(fleet.ids), load, time.monotonic()
+            begin = time.thread_time()
+            reports.pushed(*told)
+            took.append(1e6 * (time.thread_time() - begin))
+        reports.close()
+
+    asyncio.run(run())
     return took[WARM_UP:]
 
 
@@ -247,6 +282,7 @@ def _digest(value: object) -> str:
 CASES: dict[str, Callable[..., Any]] = {
     "told": lambda set_up: told_over_reported(set_up, 25, 4_000, ["0", "1", "2"]),
     "decisions": decisions,
+    "tells": tells,
     "picks": picks,
     "propose": proposing,
     "helr": placing,

@@ -2,9 +2,10 @@
 
 Nothing of it starts an engine. A routing decision is timed as a front end makes it, from a request
 with its tokens to its booking, in CPU time: prompts of 1,024 tokens, of which the first half is one
-of 64 beginnings; replicas report once a second, and each has four requests. And do loads that are
-told at every step route as well as reports, over simulated engines? Each case runs in a process of
-its own (:mod:`benchmarks.decision_cases`).
+of 64 beginnings; replicas report once a second, and each has four requests. So is the taking in of
+a load that an engine tells with its outputs. And do loads that are told at every step route as well
+as reports, over simulated engines? Each case runs in a process of its own
+(:mod:`benchmarks.decision_cases`).
 """
 
 from __future__ import annotations
@@ -75,6 +76,12 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for replicas in REPLICAS:
         p99 = (found["decision_us_p99"][f"{policy}_{replicas}"]["median"] for policy in POLICIES)
         found[f"decision_us_p99_{replicas}"] = max(p99)
+    tells = [
+        case("tells", replicas=REPLICAS[-1], policy="prefix_aware", most=options.decisions)
+        for _ in range(options.runs)
+    ]
+    found["told_us_p50_10000"] = spread(percentile(took, 50) for took in tells)
+    found["told_us_p99_10000"] = spread(percentile(took, 99) for took in tells)
     picks = [case("picks", replicas=1_000, most=options.decisions) for _ in range(options.runs)]
     found["pick_us_1000"] = spread(percentile(took, 50) for took in picks)
     ratios = {name: case("told", set_up=name) for name in SET_UPS}

@@ -25,6 +25,7 @@ from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.base.plain_reason import first_line
 from loomserve.platform.config import Config
 from loomserve.platform.devices.gpus import vllm_is_for
+from loomserve.platform.devices.shortage import has_quota
 from loomserve.platform.engine.process.kept_fork_server import KeptForkServer
 from loomserve.platform.fleet.messages import is_ours
 from loomserve.platform.nodes.lone_ray import LoneRay, busy
@@ -176,16 +177,9 @@ def _idle_cores() -> float:
     """Of the machine, since this process began; 0 where it may not use all: of a part nobody
     tells."""
     cores = psutil.cpu_count() or 1
-    if len(os.sched_getaffinity(0)) < cores or _has_quota():
+    if len(os.sched_getaffinity(0)) < cores or has_quota():
         return 0.0
     return float(psutil.cpu_times_percent().idle) / 100 * cores
-
-
-def _has_quota() -> bool:
-    """Whether a control group bounds this process's time, by either version's file."""
-    bounds = {"cpu.max": "max", "cpu/cpu.cfs_quota_us": "-1"}
-    found = {Path("/sys/fs/cgroup", file): without for file, without in bounds.items()}
-    return any(file.exists() and without not in file.read_text() for file, without in found.items())
 
 
 def join(address: str) -> None:

@@ -6,7 +6,7 @@ and scores, and the policy picks (:class:`loomserve.routers.policy.RoutingPolicy
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -22,58 +22,101 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+Key = tuple[float, float, int]
+"""Two figures and a row."""
+
+_SORTED = 64
+
 
 class Order:
     """Rows by rising keys of two figures, and where these are equal, by row.
 
-    A heap in which a row has an entry for each key that it had; the last one counts.
+    The least are in a sorted list. The others are in a heap, where a row has an entry for each key
+    that it had; the last one counts. So a change takes a few comparisons as a rule.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, float, int]] = []
-        self._now: dict[int, tuple[float, float, int]] = {}
+    def __init__(self, keys: Iterable[Key] = ()) -> None:
+        self.now = {key[2]: key for key in keys}
+        self._least: list[Key] = []
+        self._rest = list(self.now.values())
+        heapify(self._rest)
 
     def put(self, row: int, first: float, second: float) -> None:
         """Set the key of a row, wherever it was before."""
-        entry = self._now[row] = first, second, row
-        heappush(self._heap, entry)
-        if len(self._heap) > 4 * len(self._now) + 64:
-            self._heap = list(self._now.values())
-            heapify(self._heap)
+        now, least = self.now, self._least
+        last, key = now.get(row), (first, second, row)
+        if last is not None and least and last <= least[-1]:
+            del least[bisect_left(least, last)]
+        now[row] = key
+        if least and key < least[-1]:
+            insort(least, key)
+            if len(least) <= _SORTED:
+                return
+            key = least.pop()
+        heappush(self._rest, key)
+        if len(self._rest) > 4 * len(now) + 64:
+            self._rest = [one for one in now.values() if not least or one > least[-1]]
+            heapify(self._rest)
 
     def drop(self, row: int) -> None:
-        self._now.pop(row, None)
+        key, least = self.now.pop(row, None), self._least
+        if key is not None and least and key <= least[-1]:
+            del least[bisect_left(least, key)]
 
-    def __iter__(self) -> Iterator[tuple[float, float, int]]:
+    def __iter__(self) -> Iterator[Key]:
         """Keys with their rows, the least first, while nothing is put or dropped."""
-        heap, now = self._heap, self._now
-        taken = []
-        try:
-            while heap:
-                entry = heappop(heap)
-                if now.get(entry[2]) is entry:
-                    taken.append(entry)
-                    yield entry
-        finally:
-            for entry in taken:
-                heappush(heap, entry)
+        least, rest, now, at = self._least, self._rest, self.now, 0
+        while True:
+            while at < len(least):
+                yield least[at]
+                at += 1
+            while rest and now.get(rest[0][2]) is not rest[0]:
+                heappop(rest)
+            if not rest:
+                return
+            least.append(heappop(rest))
 
 
 class Orders:
-    """The orders of some rows: by load, those of known and of unknown load; and by queue."""
+    """The orders of some rows: by load, those of known and of unknown load; and by queue.
 
-    def __init__(self) -> None:
-        self.loaded, self.unknown, self.queued = Order(), Order(), Order()
+    Each is made from the columns when it is first asked for, and kept up to date from then on.
+    """
+
+    def __init__(self, columns: Columns, rows: Sequence[int] | None = None) -> None:
+        """``rows``: None: those that the columns call answering."""
+        self._columns, self._rows = columns, rows
+        self._made: dict[bool | None, Order] = {}
+
+    def get(self, known: bool | None) -> Order:
+        """Those of known or of unknown load, by that and their queues; None: all, by queue."""
+        order = self._made.get(known)
+        if order is None:
+            order = self._made[known] = self._make(known)
+        return order
 
     def put(self, row: int, utilisation: float, queue_length: int, *, known: bool) -> None:
-        here, there = (self.loaded, self.unknown) if known else (self.unknown, self.loaded)
-        here.put(row, utilisation, queue_length)
-        there.drop(row)
-        self.queued.put(row, queue_length, utilisation)
+        """Set the keys of a row; one whose load becomes known or unknown is dropped before."""
+        for which, order in self._made.items():
+            if which is None:
+                order.put(row, queue_length, utilisation)
+            elif which is known:
+                order.put(row, utilisation, queue_length)
 
     def drop(self, row: int) -> None:
-        for order in (self.loaded, self.unknown, self.queued):
+        for order in self._made.values():
             order.drop(row)
+
+    def _make(self, known: bool | None) -> Order:
+        columns, some = self._columns, self._rows
+        rows = np.flatnonzero(columns.answering) if some is None else np.array(some, np.int64)
+        keys: tuple[Floats | Ints, ...] = columns.utilisation, columns.queue_length
+        if known is None:
+            keys = keys[::-1]
+        else:
+            rows = rows[columns.known[rows] == known]
+        first, second = (each[rows].tolist() for each in keys)
+        return Order(zip(first, second, rows.tolist(), strict=True))
 
 
 class Columns:
@@ -94,7 +137,7 @@ class Candidates:
     """The replicas that may take a request, with a place for each in the order of ids.
 
     They hold until the next report or booking, and nobody writes to their columns, which are made
-    as they are asked for: :meth:`by_load` and :meth:`by_queue` have the first without those.
+    as they are asked for.
     """
 
     def __init__(
@@ -103,35 +146,44 @@ class Candidates:
         orders: Orders,
         answering: Sequence[int],
         out: Sequence[int] = (),
-        *,
-        all_answer: bool = False,
+        others: Sequence[int] | None = None,
     ) -> None:
-        """
-        Args:
-            columns: Of all rows.
-            answering: Rows that are in the orders, ascending.
-            out: Those of them that are no candidates, ascending.
-            all_answer: Those rows are all that the columns call answering.
-        """
+        """``answering``: rows in the orders, ascending. ``out``: those of them that are no
+        candidates. ``others``: rows that are not in the orders; None: all but those."""
         self.columns, self._orders = columns, orders
-        self._answering, self._out, self._all_answer = answering, out, all_answer
+        self._answering, self._out, self._others = answering, out, others
 
     def __len__(self) -> int:
         return len(self._answering) - len(self._out)
 
-    def by_load(self) -> Iterator[tuple[float, float, int]]:
-        """Utilisation, queue length and row, the least first; those of unknown load at the end."""
-        return self._but_out(chain(self._orders.loaded, self._orders.unknown))
+    def by_load(self, *, known: bool | None = None) -> Iterator[Key]:
+        """Utilisation, queue length and row, the least first; those of unknown load at the end.
 
-    def by_queue(self) -> Iterator[tuple[float, float, int]]:
+        ``known``: Only those of known, or of unknown load.
+        """
+        if known is None:
+            return chain(self.by_load(known=True), self.by_load(known=False))
+        return self._but_out(self._orders.get(known))
+
+    def by_queue(self) -> Iterator[Key]:
         """Queue length, utilisation and row, the least first."""
-        return self._but_out(self._orders.queued)
+        return self._but_out(self._orders.get(None))
 
-    def _but_out(
-        self, order: Iterable[tuple[float, float, int]]
-    ) -> Iterator[tuple[float, float, int]]:
+    def _but_out(self, order: Iterable[Key]) -> Iterator[Key]:
         out = self._out
         return (each for each in order if each[2] not in out) if out else iter(order)
+
+    def keys(self, rows: Iterable[int], *, known: bool) -> Iterator[Key]:
+        """As of :meth:`by_load`: those of the rows that are candidates of known or unknown load."""
+        now, out = self._orders.get(known).now, self._out
+        return (key for row in rows if (key := now.get(row)) and row not in out)
+
+    def not_among(self) -> Iterator[int]:
+        """The rows that are no candidates."""
+        others = self._others
+        if others is None:
+            others = sorted({*range(len(self.columns.known))}.difference(self._answering))
+        return chain(others, self._out)
 
     def row(self, place: int) -> int:
         """The row at a place."""
@@ -143,26 +195,21 @@ class Candidates:
         """The place of a row."""
         return bisect_left(self._answering, row) - bisect_left(self._out, row)
 
-    def among(self, rows: Ints) -> Ints:
-        """Those of the rows that are candidates."""
-        if not self._all_answer:
-            return rows[np.isin(rows, self.rows)]
-        rows = rows[self.columns.answering[rows]]
-        return rows[~np.isin(rows, self._out)] if self._out else rows
-
     @cached_property
     def rows(self) -> Ints:
         """Their rows in the table."""
-        rows = np.array(self._answering, np.int64)
+        if self._others is None:
+            rows = np.array(self._answering, np.int64)
+        else:
+            rows = np.flatnonzero(self.columns.answering)
         return np.delete(rows, np.searchsorted(rows, self._out)) if self._out else rows
 
     @cached_property
     def utilisation(self) -> Floats:
         """BanaServe's U = C/C_max + M/M_max (eq. 4-33), of requests and of KV cache.
 
-        The paper's C is what the hardware does, hence U ≤ 2. Here C is demand: requests waiting
-        beyond those that run at once raise U above 2, or a flooded replica would pass for a full
-        one.
+        The paper's C is what the hardware does, hence U ≤ 2. Here it is demand: those that wait
+        raise U above 2, or a flooded replica would pass for a full one.
         """
         return self.columns.utilisation.take(self.rows)
 
@@ -208,16 +255,3 @@ class Decision(NamedTuple):
     replica_id: str
     reason: str
     """Label of ``loomserve_route_decisions_total``."""
-
-
-def least(*columns: Floats | Ints) -> int:
-    """The first place of the least value in the first column; later columns tell ties apart."""
-    first, *others = columns
-    # Of a thousand, argmin takes half of the time of min.
-    ties = np.flatnonzero(first == first[first.argmin()])
-    for column in others:
-        if len(ties) == 1:
-            break
-        values = column[ties]
-        ties = ties[values == values[values.argmin()]]
-    return int(ties[0])

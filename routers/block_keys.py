@@ -4,9 +4,9 @@ A key is the hash of its block and of the key before it, so two prompts have a k
 they are the same up to the end of its block. The first is hashed with the model, its adapter and
 the tenant's cache salt: an engine shares KV blocks within these only, and so do keys.
 
-They are hashes of 64 bits by xxh3, which goes over the tokens once, and tells at each block's end
-what it is of all so far. Only the process that routes has them. Should two differing blocks have
-the same, a prompt goes to a replica that has less of it than was thought, and computes it there.
+They are hashes of 64 bits by xxh3, which tells at each block's end what it is of all so far. Only
+the process that routes has them. Should two differing blocks have the same, a prompt goes to a
+replica that has less of it than was thought, and computes it there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ BLOCK_TOKENS = 64
 """Several of vLLM's blocks (16 tokens): less to hash, and shorter prefixes save nothing."""
 MOST_BLOCKS = 2048
 """A prompt's blocks beyond have no keys."""
-
-_TOKEN_TYPE = "I"
 
 
 def token_keys(
@@ -37,7 +35,7 @@ def token_keys(
     Raises:
         OverflowError: a token is below 0, or above 2³² - 1.
     """
-    packed = array(_TOKEN_TYPE, tokens)
+    packed = array("I", tokens)
     size = block_tokens * packed.itemsize
     blocks = memoryview(packed).cast("B")
     hashed = xxh3_64(repr((block_tokens, model, adapter, salt)).encode())

@@ -22,10 +22,9 @@ class Finish:
 def finish(replica: Replica, prompt_tokens: int, tokens: float) -> Finish | None:
     """Predict when a request whose answer has ``tokens`` tokens would end, at the recent pace.
 
-    First come, first served: the request starts as soon as enough others have ended. The replica
-    runs ``max_running`` requests at once, or, if some wait, as many as now, since its memory is
-    full; one ends every ``request_s`` divided by that number. Then the request's prompt and answer
-    are computed. None: the replica's load is unknown, or no request has ended on it yet.
+    First come, first served: it starts as soon as enough others have ended, one every ``request_s``
+    divided by those that run at once: ``max_running``, or as many as now if some wait, since memory
+    is full. None: the replica's load is unknown, or no request has ended on it yet.
     """
     if replica.load is None or replica.load.pace is None:
         return None

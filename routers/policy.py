@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from loomserve.platform.config.policies import PolicyOptions
-from loomserve.routers.base import Candidates, Choice, Floats, Ints, Replica
+from loomserve.routers.base import Candidates, Choice, Replica
 from loomserve.routers.in_flight import InFlight
+from loomserve.routers.table import ReplicaTable
 
 
 class RoutedRequest(Protocol):
@@ -22,16 +23,6 @@ class RoutedRequest(Protocol):
 
     @property
     def block_keys(self) -> tuple[int, ...]: ...
-
-
-class RoutedReplicas(Protocol):
-    """A :class:`~loomserve.routers.table.ReplicaTable`, as policies see it."""
-
-    ids: tuple[str, ...]
-    known_ids: frozenset[str]
-    nodes: tuple[str, ...]
-
-    def places(self, rows: Ints) -> tuple[Ints, Floats]: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,7 @@ class RoutedModel:
     """What a policy may know of its model besides the candidates; kept up to date."""
 
     name: str
-    replicas: RoutedReplicas
+    replicas: ReplicaTable
     load_limit: float
     """δ_L, the router's."""
     rng: random.Random

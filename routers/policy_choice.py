@@ -9,7 +9,7 @@ from typing import Any
 
 from loomserve.platform.config.router import ROUTING_POLICIES
 from loomserve.routers.base import Choice, Decision
-from loomserve.routers.policy import NodesKv, RoutedModel, RoutingPolicy
+from loomserve.routers.policy import RoutedModel, RoutingPolicy
 from loomserve.routers.table import ReplicaTable
 from loomserve.routers.ticket import RoutingTicket
 
@@ -17,10 +17,9 @@ _ONLY = Choice(0, "only_candidate")
 
 
 class ReplicaChooser:
-    """Chooses replicas of one model for whoever sends requests to them.
+    """Chooses replicas of one model by a policy, with turns and random numbers of its own.
 
-    The requests of a process have one ledger, which tickets bring along, so several choosers of a
-    model see each other's requests. Each has a policy, turns and random numbers of its own.
+    Tickets bring along the ledger of the process: choosers of a model see each other's requests.
     """
 
     def __init__(
@@ -35,22 +34,14 @@ class ReplicaChooser:
         """By a policy's name; ``table`` is kept up to date by the caller."""
         rng = random.Random()
         # Processes start at different turns, or they would all favour the same replica.
-        self._model = RoutedModel(model, table, load_limit, rng, turn=rng.randrange(2**16))
+        self.model = RoutedModel(model, table, load_limit, rng, turn=rng.randrange(2**16))
         self._name = policy
-        self._policy: RoutingPolicy = ROUTING_POLICIES.make(policy, options or {}, self._model)
+        self._policy: RoutingPolicy = ROUTING_POLICIES.make(policy, options or {}, self.model)
         self._table = table
-
-    @property
-    def kv(self) -> NodesKv | None:
-        return self._model.kv
-
-    @kv.setter
-    def kv(self, kv: NodesKv) -> None:
-        self._model.kv = kv
 
     def decide(self, ticket: RoutingTicket) -> Decision | None:
         """Choose a replica for a request, and book it there; None: no replica may take it."""
-        self._model.turn += 1
+        self.model.turn += 1
         now = time.monotonic()
         candidates = self._table.candidates(
             exclude=ticket.exclude, pinned_to=ticket.pinned_to, now=now
@@ -60,6 +51,6 @@ class ReplicaChooser:
         choice = self._policy.pick(candidates, ticket) if len(candidates) > 1 else _ONLY
         chosen = self._table.replica(candidates.row(choice.place))
         ticket.book(chosen, now)
-        ticket.ledger.decided(self._model.name, self._name, choice.reason)
+        ticket.ledger.decided(self.model.name, self._name, choice.reason)
         self._policy.sent(ticket, chosen)
         return Decision(chosen.id, choice.reason)

@@ -3,80 +3,76 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from threading import Lock
 
 import numpy as np
 
-from loomserve.routers.base import Bools, Candidates, Ints
+from loomserve.routers.base import Candidates, Ints
+
+Level = tuple[int, Collection[str]]
+"""A number of blocks, and the replicas that were sent so many."""
 
 
 class Held:
     """What a table's replicas were sent of a prompt, by their rows, at this moment."""
 
-    def __init__(self, levels: Sequence[tuple[int, int]], slots: Ints, size: int) -> None:
-        """
-        Args:
-            levels: Numbers of blocks, the most first, and the replicas that were sent so many as
-                the bits of a number, one for each slot.
-            slots: Of the rows.
-            size: So many slots there are.
-        """
-        self._levels, self._slots, self._size = levels, slots, size
-
-    @property
-    def levels(self) -> list[int]:
+    def __init__(
+        self, levels: Sequence[Level], ids: Sequence[str], row_of: Mapping[str, int]
+    ) -> None:
+        """``levels``: the most blocks first, each with all that were sent so many or more."""
+        self._ids, self._row_of = ids, row_of
+        self.levels = [blocks for blocks, _ in levels]
         """The numbers of blocks that some were sent, the most first."""
-        return [blocks for blocks, _ in self._levels]
+        self.holders = [ids for _, ids in levels]
 
-    def blocks(self, row: int) -> int:
-        """Blocks at the prompt's beginning that one was sent."""
-        slot = int(self._slots[row])
-        return next((blocks for blocks, bits in self._levels if bits >> slot & 1), 0)
+    def level(self, row: int) -> int:
+        """The place of one's number of blocks in the levels; their number if it was sent none."""
+        id_, holders = self._ids[row], self.holders
+        if id_ not in holders[-1]:
+            return len(holders)
+        return next((at for at, there in enumerate(holders) if id_ in there), len(holders))
 
     def column(self, rows: Ints) -> Ints:
-        """The same of many."""
-        found, slots = np.zeros(len(rows), np.int64), self._slots[rows]
-        for blocks, bits in reversed(self._levels):
-            found[self._mask(bits)[slots]] = blocks
-        return found
+        """The blocks at the prompt's beginning that each was sent."""
+        found = np.zeros(len(self._ids), np.int64)
+        for level in reversed(range(len(self.levels))):
+            found[self.rows(level)] = self.levels[level]
+        return found[rows]
 
-    def rows(self, level: int) -> Ints:
+    def rows(self, level: int) -> list[int]:
         """Those that were sent as much as that level, or more."""
-        return np.flatnonzero(self._mask(self._levels[level][1])[self._slots])
+        row_of = self._row_of
+        return [row_of[id_] for id_ in tuple(self.holders[level]) if id_ in row_of]
 
-    def some_have_less(self, candidates: Candidates, blocks: int) -> bool:
-        """Whether a candidate was sent fewer blocks than one of these levels."""
-        there = next(bits.bit_count() for at, bits in self._levels if at == blocks)
-        return there < len(candidates) or bool(self.column(candidates.rows).min() < blocks)
-
-    def _mask(self, bits: int) -> Bools:
-        packed = np.frombuffer(bits.to_bytes(self._size // 8 + 1, "little"), np.uint8)
-        return np.unpackbits(packed, bitorder="little").view(np.bool_)
+    def some_have_less(self, candidates: Candidates, level: int) -> bool:
+        """Whether a candidate was sent less than that level."""
+        holders, ids = self.holders[level], self._ids
+        if len(holders) < len(candidates):
+            return True
+        others = sum(ids[row] in holders for row in candidates.not_among())
+        return len(holders) - others < len(candidates)
 
 
 class PrefixIndex:
     """Keys of the blocks that each replica was sent, the least recently sent forgotten first.
 
-    It tells what an engine may still have in its KV cache, which forgets in the same order.
-    Replicas are not asked: of a burst's first request no report is there in time for the next.
-    Thread-safe, and without a clock.
+    It tells what an engine may still have in its KV cache, which forgets in the same order: of a
+    burst's first request no report is there in time for the next. Thread-safe, without a clock.
 
     Keys are chained (:mod:`loomserve.routers.block_keys`), and a prompt's last block is forgotten
     before those that it follows. So with a key a replica has all keys before it, and the replicas
-    that have a key are among those that have the key before. Sets of replicas are kept as the bits
-    of a number, a bit for each replica's slot.
+    that have a key are among those that have the key before: where these are as many, they are the
+    same.
     """
 
     def __init__(self, most_keys: int = 2**16) -> None:
-        """``most_keys``: bound for each replica; a key takes some 150 bytes, shared or not."""
+        """``most_keys``: bound for each replica; a key takes some 150 bytes, or 200 if shared."""
         self._most_keys = most_keys
         self._lock = Lock()
         self._sent: dict[str, OrderedDict[int, None]] = {}
-        self._holders: dict[int, int] = {}
-        self._slots: dict[str, int] = {}
-        self._free: list[int] = []
-        self._ordered: tuple[tuple[str, ...], Ints] = (), np.zeros(0, np.int64)
+        self._holders: dict[int, str | set[str]] = {}
+        """The only replica that has a key, or all that have."""
 
     def sent(self, replica_id: str, keys: Sequence[int], most_keys: int | None = None) -> None:
         """Note that a replica was sent a prompt.
@@ -84,82 +80,66 @@ class PrefixIndex:
         ``most_keys`` is a tighter bound, such as the blocks that the replica's KV cache holds.
         """
         most = self._most_keys if most_keys is None else min(most_keys, self._most_keys)
+        keys, holders = keys[:most], self._holders
         with self._lock:
-            known, bit = self._known(replica_id), 1 << self._slots[replica_id]
-            for key in reversed(keys[:most]):
-                if key in known:
-                    known.move_to_end(key)
+            known = self._sent.get(replica_id)
+            if known is None:
+                known = self._sent[replica_id] = OrderedDict()
+            shared = _last(len(keys), lambda count: keys[count - 1] in holders)
+            has = _last(shared, lambda count: keys[count - 1] in known) if known else 0
+            for key in reversed(keys[shared:]):
+                known[key] = None
+                holders[key] = replica_id
+            for key in reversed(keys[has:shared]):
+                known[key] = None
+                there = holders[key]
+                if isinstance(there, str):
+                    holders[key] = {there, replica_id}
                 else:
-                    known[key] = None
-                    self._holders[key] = self._holders.get(key, 0) | bit
+                    there.add(replica_id)
+            for key in reversed(keys[:has]):
+                known.move_to_end(key)
             while len(known) > most:
                 key, _ = known.popitem(last=False)
-                self._forget(key, bit)
+                self._forget(key, replica_id)
 
-    def match(self, keys: Sequence[int], replica_ids: tuple[str, ...]) -> Held | None:
-        """What each of the replicas was sent of a prompt; None: none of all was sent any."""
+    def match(self, keys: Sequence[int]) -> list[Level]:
+        """The numbers of blocks at a prompt's beginning that replicas were sent, the most first,
+        with sets of the index's own, which change with what is sent."""
+        holders, levels = self._holders, list[Level]()
         with self._lock:
-            levels = list(self._levels(keys))
-            if not levels:
-                return None
-            slots = self._slots_of(replica_ids)
-            return Held(levels, slots, len(self._slots) + len(self._free))
+            blocks = _last(len(keys), lambda count: keys[count - 1] in holders)
+            while blocks:
+                there = holders[keys[blocks - 1]]
+                some = (there,) if isinstance(there, str) else there
+                levels.append((blocks, some))
+                blocks = self._held_by_more(keys[: blocks - 1], len(some))
+        return levels
 
     def retain(self, replica_ids: Collection[str]) -> None:
         """Forget all replicas but these."""
         with self._lock:
-            for gone in self._slots.keys() - set(replica_ids):
-                slot = self._slots.pop(gone)
-                for key in self._sent.pop(gone, ()):
-                    self._forget(key, 1 << slot)
-                self._free.append(slot)
-                self._ordered = (), np.zeros(0, np.int64)
+            for gone in self._sent.keys() - set(replica_ids):
+                for key in self._sent.pop(gone):
+                    self._forget(key, gone)
 
-    def sizes(self) -> dict[str, int]:
-        """Keys that are known of each replica."""
-        with self._lock:
-            return {id_: len(known) for id_, known in self._sent.items()}
-
-    def _known(self, replica_id: str) -> OrderedDict[int, None]:
-        known = self._sent.get(replica_id)
-        if known is None:
-            known = self._sent[replica_id] = OrderedDict()
-            self._slot_of(replica_id)
-        return known
-
-    def _slot_of(self, replica_id: str) -> int:
-        slot = self._slots.get(replica_id)
-        if slot is None:
-            slot = self._free.pop() if self._free else len(self._slots)
-            self._slots[replica_id] = slot
-        return slot
-
-    def _forget(self, key: int, bit: int) -> None:
-        holders = self._holders[key] & ~bit
-        if holders:
-            self._holders[key] = holders
-        else:
+    def _forget(self, key: int, replica_id: str) -> None:
+        there = self._holders[key]
+        if isinstance(there, str):
             del self._holders[key]
+            return
+        there.remove(replica_id)
+        if len(there) == 1:
+            self._holders[key] = next(iter(there))
 
-    def _levels(self, keys: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Numbers of blocks, the most first, each with the replicas that were sent so many.
+    def _held_by_more(self, keys: Sequence[int], than: int) -> int:
+        """How many of the keys at a prompt's beginning more replicas have."""
 
-        Of the replicas that have no more than the beginning of another's, each number comes once.
-        """
-        holders = self._holders
-        blocks = _last(len(keys), lambda count: keys[count - 1] in holders)
-        while blocks:
-            bits = holders[keys[blocks - 1]]
-            yield blocks, bits
-            blocks = _last(blocks - 1, _differs(holders, keys, bits))
+        def more(count: int) -> bool:
+            there = self._holders[keys[count - 1]]
+            return not isinstance(there, str) and len(there) > than
 
-    def _slots_of(self, replica_ids: tuple[str, ...]) -> Ints:
-        """The slots of replicas; those that were sent nothing get theirs, too."""
-        ordered, slots = self._ordered
-        if ordered is not replica_ids:
-            slots = np.array([self._slot_of(id_) for id_ in replica_ids], np.int64)
-            self._ordered = replica_ids, slots
-        return slots
+        return _last(len(keys), more) if keys and more(1) else 0
 
 
 def _last(most: int, holds: Callable[[int], bool]) -> int:
@@ -172,7 +152,3 @@ def _last(most: int, holds: Callable[[int], bool]) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _differs(holders: Mapping[int, int], keys: Sequence[int], bits: int) -> Callable[[int], bool]:
-    return lambda count: holders[keys[count - 1]] != bits

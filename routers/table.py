@@ -26,12 +26,9 @@ class _Row:
 
     id: str
     stats: RoutingStats | None = None
+    last_load: ReplicaLoad | None = None
     load: ReplicaLoad | None = None
-    """That of the last report; None: there is none, or it is too old to count."""
-    then: Assigned = NOTHING
-    """Open here when the load was measured."""
-    here: Assigned = NOTHING
-    """Open here now."""
+    """The last load; None: there is none, or it is too old to count."""
     max_running: int = 1
     kv_capacity_tokens: int | None = None
     willing: bool = True
@@ -40,31 +37,31 @@ class _Row:
     """Willing, and not a prefill replica."""
     looked_at: float = np.inf
     """When its load was measured, as far as the order of going stale has it."""
+    requests: int = 0
+    """Open here now, as are so many tokens."""
+    tokens: int = 0
+    more_requests: int = 0
+    """What the load adds to these: what it counts, less what was open here when it was measured."""
+    more_tokens: int = 0
+    kv_usage: float = 0.0
+    queue_length: int = 0
+    """Requests running or waiting."""
 
     def take(self, stats: RoutingStats) -> None:
-        self.stats, self.load = stats, stats.load
+        self.stats = stats
         self.max_running, self.kv_capacity_tokens = stats.max_running, stats.kv_capacity_tokens
         self.willing = not stats.draining
         self.answering = self.willing and stats.role is not Role.PREFILL
 
-    @property
-    def queue_length(self) -> int:
-        here, load = self.here.requests, self.load
+    def count(self, load: ReplicaLoad | None, then: Assigned = NOTHING) -> None:
+        """``then``: open here when the load was measured."""
+        self.load = load
         if load is None:
-            return here
-        # Requests on the wire at the measurement are in neither term; what is open here is a floor.
-        return max(here, load.running + load.waiting + here - self.then.requests)
-
-    @property
-    def kv_share(self) -> float:
-        """The share of KV cache in use, or promised to requests that wait or are on their way."""
-        load, capacity, tokens = self.load, self.kv_capacity_tokens, self.here.tokens
-        measured = 0.0 if load is None else load.kv_cache_usage
-        if not capacity:
-            return measured
-        if load is not None:
-            tokens += load.waiting_tokens - self.then.tokens
-        return min(1.0, max(0.0, measured + tokens / capacity))
+            self.more_requests, self.more_tokens, self.kv_usage = 0, 0, 0.0
+        else:
+            self.more_requests = load.running + load.waiting - then.requests
+            self.more_tokens = load.waiting_tokens - then.tokens
+            self.kv_usage = load.kv_cache_usage
 
 
 class ReplicaTable:
@@ -76,16 +73,11 @@ class ReplicaTable:
     """
 
     def __init__(self, ledger: InFlight, *, stale_after_s: float) -> None:
-        """
-        Args:
-            ledger: has the requests of this process; the table follows it.
-            stale_after_s: a report counts in full until it is so old (the ledger keeps it current
-                until then) and not at all afterwards.
-        """
+        """``stale_after_s``: a report counts in full until it is so old (the ledger, which is
+        followed, keeps it current until then), and then not at all."""
         self.ids: tuple[str, ...] = ()
         """Of all replicas, by row."""
         self.known_ids: frozenset[str] = frozenset()
-        """The same, as a set."""
         self.nodes: tuple[str, ...] = ()
         """The nodes that have any; none are named where there is but one."""
         self.row_of: dict[str, int] = {}
@@ -95,9 +87,11 @@ class ReplicaTable:
         self._rows: list[_Row] = []
         self._node = np.zeros(0, np.int64)
         self._prefill_token_s = np.zeros(0)
-        self._columns, self._orders = Columns(0), Orders()
+        self._columns = Columns(0)
+        self._orders = Orders(self._columns)
         self._answering: list[int] = []
         """Rows of the replicas that take clients' requests."""
+        self._others: list[int] = []
         self._measured: list[tuple[float, int]] = []
         """Heap of when loads were measured, one a row: no later than its last."""
 
@@ -113,12 +107,14 @@ class ReplicaTable:
             self._ledger.unfollow(gone, self._assigned)
         there = {row.id: row for row in self._rows if row.id in wanted}
         for new in wanted - self.known_ids:
-            there[new] = _Row(new, here=self._ledger.follow(new, self._assigned))
+            requests, tokens = self._ledger.follow(new, self._assigned)
+            there[new] = _Row(new, requests=requests, tokens=tokens)
         self.known_ids, self.ids = wanted, tuple(sorted(wanted))
         self._rows = [there[id_] for id_ in self.ids]
         self.row_of = {id_: place for place, id_ in enumerate(self.ids)}
         size = len(self.ids)
-        self._columns, self._orders, self._measured = Columns(size), Orders(), []
+        self._columns, self._measured = Columns(size), []
+        self._orders = Orders(self._columns)
         self._node, self._prefill_token_s = np.zeros(size, np.int64), np.zeros(size)
         if nodes is not None:
             self.nodes = tuple(sorted({nodes[id_] for id_ in self.ids}))
@@ -127,6 +123,7 @@ class ReplicaTable:
         for place, row in enumerate(self._rows):
             row.looked_at = np.inf
             self._write_report(place)
+            self._write_load(place)
         self._note_roles()
 
     def places(self, rows: Ints) -> tuple[Ints, Floats]:
@@ -138,22 +135,27 @@ class ReplicaTable:
         place = self.row_of.get(replica_id)
         if place is None:
             return
-        row, load = self._rows[place], stats.load
-        before = row.willing, row.answering
+        row = self._rows[place]
+        before = row.answering
         row.take(stats)
-        row.then = NOTHING if load is None else self._ledger.of(replica_id, load.measured_at)
         self._write_report(place)
-        if before != (row.willing, row.answering):
+        self._take_load(place, stats.load)
+        if before != row.answering:
             self._note_roles()
 
-    def stats(self, replica_id: str) -> RoutingStats | None:
-        """The replica's last report; None: it has sent none."""
+    def report_load(self, replica_id: str, load: ReplicaLoad) -> None:
+        """Take in another load than that of the last report."""
+        self._take_load(self.row_of[replica_id], load)
+
+    def last_load(self, replica_id: str) -> ReplicaLoad | None:
+        """What the replica reported last, however long ago; None: it has reported none."""
         place = self.row_of.get(replica_id)
-        return None if place is None else self._rows[place].stats
+        return None if place is None else self._rows[place].last_load
 
     def role(self, replica_id: str) -> Role | None:
         """What the replica said last that it is; None: it has sent no report."""
-        stats = self.stats(replica_id)
+        place = self.row_of.get(replica_id)
+        stats = None if place is None else self._rows[place].stats
         return None if stats is None else stats.role
 
     def replica(self, row: int) -> Replica:
@@ -174,9 +176,9 @@ class ReplicaTable:
             place = row_of.get(pinned_to)
             takes = place is not None and pinned_to not in exclude and rows[place].willing
             return self._among([place] if takes and place is not None else [])
-        left = (
-            {place for id_ in exclude if (place := row_of.get(id_)) is not None} if exclude else ()
-        )
+        if not exclude and answering:
+            return Candidates(self._columns, self._orders, answering, (), self._others)
+        left = {place for id_ in exclude if (place := row_of.get(id_)) is not None}
         out = sorted(place for place in left if rows[place].answering)
         if len(out) == len(answering):
             return self._among(
@@ -184,44 +186,54 @@ class ReplicaTable:
             )
         if len(out) > _FEW:
             return self._among([place for place in answering if place not in left])
-        return Candidates(self._columns, self._orders, answering, out, all_answer=True)
+        return Candidates(self._columns, self._orders, answering, out, self._others)
 
     def _among(self, rows: list[int]) -> Candidates:
         """These and no others, in orders of their own."""
-        orders, columns = Orders(), self._columns
-        for row in rows:
-            orders.put(
-                row,
-                float(columns.utilisation[row]),
-                int(columns.queue_length[row]),
-                known=bool(columns.known[row]),
-            )
-        return Candidates(columns, orders, rows)
+        return Candidates(self._columns, Orders(self._columns, rows), rows)
 
-    def _assigned(self, replica_id: str, here: Assigned) -> None:
+    def _assigned(self, replica_id: str, requests: int, tokens: int) -> None:
         place = self.row_of[replica_id]
-        self._rows[place].here = here
+        row = self._rows[place]
+        row.requests, row.tokens = requests, tokens
+        self._weigh(place, row)
+
+    def _take_load(self, place: int, load: ReplicaLoad | None) -> None:
+        row = self._rows[place]
+        row.last_load = load
+        row.count(load, NOTHING if load is None else self._ledger.of(row.id, load.measured_at))
         self._write_load(place)
 
     def _write_report(self, place: int) -> None:
         row, columns = self._rows[place], self._columns
-        load = row.load
-        columns.known[place] = load is not None
         columns.answering[place] = row.answering
         columns.kv_capacity_tokens[place] = capacity = row.kv_capacity_tokens or 0
         columns.most_capacity = max(columns.most_capacity, capacity)
+
+    def _write_load(self, place: int) -> None:
+        row, columns = self._rows[place], self._columns
+        load = row.load
+        if columns.known[place] != (load is not None):
+            columns.known[place] = load is not None
+            self._orders.drop(place)
         if load is not None:
             if load.pace is not None:
                 self._prefill_token_s[place] = load.pace.prefill_token_s
             if load.measured_at < row.looked_at:
                 row.looked_at = load.measured_at
                 heappush(self._measured, (load.measured_at, place))
-        self._write_load(place)
+        self._weigh(place, row)
 
-    def _write_load(self, place: int) -> None:
-        row, columns = self._rows[place], self._columns
-        queue_length = row.queue_length
-        utilisation = queue_length / row.max_running + row.kv_share
+    def _weigh(self, place: int, row: _Row) -> None:
+        """Set queue and utilisation; see :class:`~loomserve.routers.base.Candidates`."""
+        columns = self._columns
+        # Requests on the wire at the measurement are in neither term; what is open here is a floor.
+        row.queue_length = queue_length = row.requests + max(0, row.more_requests)
+        # The share of KV cache in use, or promised to requests that wait or are on their way.
+        kv_share, capacity = row.kv_usage, row.kv_capacity_tokens
+        if capacity:
+            kv_share = min(1.0, max(0.0, kv_share + (row.tokens + row.more_tokens) / capacity))
+        utilisation = queue_length / row.max_running + kv_share
         columns.queue_length[place] = queue_length
         columns.utilisation[place] = utilisation
         if row.answering:
@@ -231,6 +243,7 @@ class ReplicaTable:
 
     def _note_roles(self) -> None:
         self._answering = [at for at, row in enumerate(self._rows) if row.answering]
+        self._others = [at for at, row in enumerate(self._rows) if not row.answering]
 
     def _forget_stale(self, now: float) -> None:
         measured = self._measured
@@ -241,8 +254,9 @@ class ReplicaTable:
                 continue
             row.looked_at = np.inf if row.load is None else row.load.measured_at
             if now - row.looked_at > self._stale_after_s:
-                row.load, row.looked_at = None, np.inf
-                self._write_report(place)
+                row.looked_at = np.inf
+                row.count(None)
+                self._write_load(place)
             elif row.load is not None:
                 heappush(measured, (row.looked_at, place))
 

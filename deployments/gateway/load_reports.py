@@ -14,6 +14,7 @@ import aiohttp
 from loomserve.deployments.kvstore.stores import Stores
 from loomserve.platform.base.periodic import every
 from loomserve.platform.fleet.messages import LOAD_PATH
+from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.load_report import LoadReport
 from loomserve.routers.policy import KvLink
 from loomserve.routers.snapshot import RoutingStats
@@ -68,8 +69,8 @@ class LoadReports:
         """
         if replica_id in self._asking:
             self._pushed[replica_id] = pushed = _Pushed(time.monotonic(), load, counted_until)
-            if (report := self._table.stats(replica_id)) is not None:
-                self._table.report(replica_id, pushed.in_report(report))
+            if (last := self._table.last_load(replica_id)) is not None:
+                self._table.report_load(replica_id, pushed.later(last))
 
     def close(self) -> None:
         self.set_replicas({})
@@ -82,8 +83,9 @@ class LoadReports:
             measured_at = (asked_at + time.monotonic()) / 2
             report = RoutingStats.model_validate_json(answer).received(measured_at)
             pushed = self._pushed.get(replica_id)
-            newer = pushed is not None and pushed.at >= asked_at
-            self._table.report(replica_id, pushed.in_report(report) if pushed and newer else report)
+            self._table.report(replica_id, report)
+            if pushed and pushed.at >= asked_at and report.load is not None:
+                self._table.report_load(replica_id, pushed.later(report.load))
             if report.load is not None and report.load.asleep:
                 await asyncio.sleep(_ASLEEP_S)
 
@@ -103,11 +105,9 @@ class _Pushed(NamedTuple):
     load: LoadReport
     counted_until: float
 
-    def in_report(self, report: RoutingStats) -> RoutingStats:
-        """The report with this load, unless that has no load."""
-        if report.load is None:
-            return report
-        load = report.load.model_copy(
+    def later(self, last: ReplicaLoad) -> ReplicaLoad:
+        """The last load with what this tells."""
+        return last.model_copy(
             update={
                 "running": self.load.running,
                 "waiting": self.load.waiting,
@@ -116,7 +116,6 @@ class _Pushed(NamedTuple):
                 "measured_at": self.counted_until,
             }
         )
-        return report.model_copy(update={"load": load})
 
 
 @dataclass(frozen=True)

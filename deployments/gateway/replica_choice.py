@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
-from prometheus_client import Gauge
-
 from loomserve.deployments.gateway.dispatch import ModelRequest
 from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.config import Router
@@ -100,14 +98,15 @@ class ReplicaChoice:
         self._ledger = ledger
         self._metrics = metrics
         self._table = table
-        self._booked: dict[RoutingRequest, tuple[RoutingTicket, Gauge, AnswerContext | None]] = {}
+        self._open = metrics.in_flight(model)
+        self._booked: dict[RoutingRequest, tuple[RoutingTicket, AnswerContext | None]] = {}
         self.untried: Callable[[], frozenset[str]] = lambda: _NOBODY
         """Replicas that have not given their first answer, and get no client's request before."""
         self._last_excluded = (_NOBODY, _NOBODY, _NOBODY)
         """The table's replicas, a request's candidates, and those that were none."""
 
     def set_kv(self, kv: NodesKv) -> None:
-        self._chooser.kv = kv
+        self._chooser.model.kv = kv
 
     def choose(self, routing: RoutingRequest) -> str | None:
         """Book a request on a replica until :meth:`left`; None: it waits. Raises RequestError."""
@@ -127,18 +126,17 @@ class ReplicaChoice:
         except BaseException:
             ticket.close()
             raise
-        gauge = self._metrics.in_flight(self._model, decision.replica_id)
-        gauge.inc()
-        self._booked[routing] = ticket, gauge, context
+        self._open[decision.replica_id] += 1
+        self._booked[routing] = ticket, context
         return decision.replica_id
 
     def left(self, routing: RoutingRequest, replica_id: str) -> None:
         """The request has ended at the replica, or has left it."""
         booked = self._booked.pop(routing, None)
         if booked is not None:
-            ticket, gauge, context = booked
+            ticket, context = booked
             ticket.close()
-            gauge.dec()
+            self._open[replica_id] -= 1
             if context is not None:
                 context.queues.pop(routing, None)
 
@@ -151,8 +149,8 @@ class ReplicaChoice:
         context.queues[routing] = partial(self._has_queue, decision.replica_id)
 
     def _has_queue(self, replica_id: str) -> bool:
-        stats = self._table.stats(replica_id)
-        return stats is not None and stats.load is not None and stats.load.waiting > 0
+        load = self._table.last_load(replica_id)
+        return load is not None and load.waiting > 0
 
     def _ticket(self, routing: RoutingRequest, request: ModelRequest | None) -> RoutingTicket:
         expected = request.expected_tokens if request is not None else None
@@ -160,8 +158,7 @@ class ReplicaChoice:
         return RoutingTicket(
             self._ledger,
             prompt_tokens=len(routing.prompt_token_ids),
-            hash_prompt=partial(
-                token_keys,
+            hash_prompt=lambda: token_keys(
                 routing.prompt_token_ids,
                 model=self._model,
                 salt=routing.cache_salt,

@@ -1,4 +1,4 @@
-"""Memory that runs short: how much is used, and engines that wait until there is room for them."""
+"""Memory and time that run short: how much is used and allowed, and engines that wait for room."""
 
 from __future__ import annotations
 
@@ -40,20 +40,30 @@ def memory_bounds(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> list[Mem
     """The machine's, and those of the groups (version 2) that this process is in, if any."""
     machine = psutil.virtual_memory()
     found = [MemoryBound(machine.total, machine.available)]
-    path = ""
-    with contextlib.suppress(OSError):
-        path = own.read_text().rpartition("0::")[2].strip().lstrip("/")
-    # Within a container its own group is the uppermost that can be seen.
-    group = cgroups / path if (cgroups / path).is_dir() else cgroups
-    for each in (group, *group.parents):
+    for each in own_groups(cgroups, own):
         with contextlib.suppress(OSError, ValueError):
             total = int((each / "memory.max").read_text())  # "max" where there is none
             used = int((each / "memory.current").read_text())
             stat = dict(line.split() for line in (each / "memory.stat").read_text().splitlines())
             found.append(MemoryBound(total, total - used + int(stat.get("inactive_file", 0))))
-        if each == cgroups:
-            break
     return found
+
+
+def has_quota(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> bool:
+    """Whether a control group bounds this process's time, by either version's file."""
+    files = {each / "cpu.max": "max" for each in own_groups(cgroups, own)}
+    files[cgroups / "cpu/cpu.cfs_quota_us"] = "-1"
+    return any(file.exists() and without not in file.read_text() for file, without in files.items())
+
+
+def own_groups(cgroups: Path, own: Path) -> list[Path]:
+    """The groups (version 2) that this process is in, its own first, as far as they can be seen."""
+    path = ""
+    with contextlib.suppress(OSError):
+        path = own.read_text().rpartition("0::")[2].strip().lstrip("/")
+    # Within a container its own group is the uppermost that can be seen.
+    group = cgroups / path if (cgroups / path).is_dir() else cgroups
+    return [group, *(each for each in group.parents if each.is_relative_to(cgroups))]
 
 
 def used_share(bounds: Iterable[MemoryBound]) -> float:

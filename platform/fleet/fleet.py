@@ -93,7 +93,7 @@ class Fleet:
     def wishes(self) -> Wishes:
         return Wishes(
             models=self.registry.wishes(),
-            drained=tuple(sorted(self.registry.drained)),
+            drained=tuple(sorted(self.registry.drains.replicas)),
             leaving=tuple(sorted(self.registry.drains.leaving)),
             ending=tuple(sorted(self.registry.drains.ending)),
             drained_nodes=tuple(sorted(self.nodes.drained)),

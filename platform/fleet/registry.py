@@ -72,11 +72,6 @@ class Registry:
     def wishes(self) -> tuple[ModelWish, ...]:
         return tuple(_wish(record) for record in self._models.values())
 
-    @property
-    def drained(self) -> frozenset[str]:
-        """Replicas that operators drain."""
-        return frozenset(self.drains.replicas)
-
     def restore(self, models: Iterable[ModelWish], drained: Iterable[str]) -> None:
         """Take over what operators wished of an earlier controller."""
         for wish in models:
@@ -195,11 +190,7 @@ class Registry:
 
     def live(self, name: str, now: float) -> list[ReplicaRecord]:
         """A model's replicas whose heartbeats have not expired."""
-        return [
-            replica
-            for replica in self._replicas.values()
-            if replica.model.name == name and _is_live(replica, now)
-        ]
+        return list(self.model(name, now).replicas) if name in self else []
 
     def snapshot(self, now: float) -> FleetSnapshot:
         """All models, each with its live replicas."""

@@ -35,11 +35,8 @@ class Drains:
     ending: set[str] = field(default_factory=set)
 
     def covers(self, heartbeat: Heartbeat) -> bool:
-        if heartbeat.device in self.devices:
-            return True
-        return any(
-            heartbeat.replica_id in each for each in (self.replicas, self.leaving, self.ending)
-        )
+        drained = self.replicas | self.leaving | self.ending
+        return heartbeat.device in self.devices or heartbeat.replica_id in drained
 
     def has_left(self, replica_id: str) -> None:
         """Count a drained replica no more, which is about to be ended."""

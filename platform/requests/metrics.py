@@ -5,8 +5,10 @@ Every metric is described for operators in ``docs/metrics.md``; a test keeps the
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -128,6 +130,7 @@ class GatewayMetrics:
         )
         self._counted_decisions: dict[tuple[str, str, str], int] = {}
         self._replicas: dict[str, set[str]] = {}
+        self._open = defaultdict[str, defaultdict[str, int]](lambda: defaultdict(int))
         self._show(UNKNOWN_MODEL)
 
     def _show(self, model: str) -> None:
@@ -153,8 +156,10 @@ class GatewayMetrics:
             there = wanted.get(model, set())
             for replica in self._replicas.get(model, set()) - there:
                 self._in_flight.remove(model, replica)
+                self._open[model].pop(replica, None)
             for replica in there:
-                self._in_flight.labels(model, replica)
+                count = partial(self._open[model].__getitem__, replica)
+                self._in_flight.labels(model, replica).set_function(count)
         self._replicas = wanted
 
     def set_decisions(self, decisions: Mapping[tuple[str, str, str], int]) -> None:
@@ -195,9 +200,9 @@ class GatewayMetrics:
         if chunks > 1:
             self._time_per_output_token.labels(model).observe(stream_s / (chunks - 1))
 
-    def in_flight(self, model: str, replica: str) -> Gauge:
-        """The gauge of a replica's requests."""
-        return self._in_flight.labels(self._label(model), replica)
+    def in_flight(self, model: str) -> dict[str, int]:
+        """Requests of a model's replicas, by id, of which the gauge shows those that there are."""
+        return self._open[model]
 
     def queued(self, model: str) -> AbstractContextManager[None]:
         """Count a request as waiting for a replica for as long as the ``with`` block runs."""

@@ -1,9 +1,8 @@
 """What of a prompt is to be computed where, if its KV may be fetched from where it is.
 
-Each node has a KV store, and so has what any of its replicas was sent. Of a prompt, a node computes
-what it does not have; or the node that has most sends what it has more, and what nobody has is
-computed. The less of the two counts, as tokens that the replica could compute in that time, so that
-:mod:`.prefix_aware` weighs them against loads. What a replica itself was not sent, it loads.
+Each node has a KV store, and so has what any of its replicas was sent. A node computes what it does
+not have of a prompt; or the node that has most sends what it has more. The less of the two counts,
+as tokens that the replica could compute in that time. What a replica was not sent, it loads.
 """
 
 from __future__ import annotations
@@ -56,11 +55,7 @@ def tokens_to_compute(
     Args:
         has: tokens at the prompt's beginning that each candidate was sent.
         nodes: the place of each candidate's node.
-        prompt_tokens: of the whole prompt.
-        s_per_token: seconds in which each computes a token of a prompt; 0: not known yet, so that
-            nothing is fetched.
-        token_bytes: KV of a token.
-        links: between the nodes.
+        s_per_token: seconds in which each computes a token; 0: not known, so nothing is fetched.
         load_share: of the time to compute a token, what it takes to load it from the node's store.
     """
     held = np.zeros(len(links.setup_s), np.int64)

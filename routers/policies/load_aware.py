@@ -14,9 +14,9 @@ def pick(candidates: Candidates, *, load_limit: float) -> Choice:
     smallest id. The load is raised by the request's estimate (line 10) as the router books the
     request in the ledger, which the table follows.
 
-    A replica of unknown load, new or silent, comes after those of known load: it is taken below
-    the limit only if none is known. Above the limit all compete by queue length, so a new replica
-    relieves full ones at once, and a dead one gathers no more than the others have queued.
+    A replica of unknown load, new or silent, is taken below the limit only if none is known. Above
+    it all compete by queue length, so a new replica relieves full ones at once, and a dead one
+    gathers no more than the others have queued.
     """
     utilisation, _, row = next(candidates.by_load())
     if utilisation < load_limit:

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from loomserve.routers.base import Candidates, Choice, Floats, Ints, Replica, least
+from loomserve.routers.base import Candidates, Choice, Floats, Ints, Key, Replica
 from loomserve.routers.block_keys import BLOCK_TOKENS
 from loomserve.routers.policies import load_aware
 from loomserve.routers.policies.kv_travel import KvLinks, tokens_to_compute
 from loomserve.routers.policy import NodesKv, RoutedModel, RoutedRequest, RoutingPolicy
-from loomserve.routers.prefix_index import Held
+from loomserve.routers.prefix_index import Held, PrefixIndex
 
 PREFILL_WEIGHT = 4.0
 """How much more a share of KV cache counts that is to be computed than one that is in use.
 
-A request at work counts in U by its place and by its KV, about alike: with 2, a prompt's tokens
-would weigh as much as those of requests at work, as they do in Dynamo by default. But computing a
-prompt takes an engine several times as long as another answer in its batch.
+With 2, a prompt's tokens would weigh as much as those of requests at work, as they do in Dynamo by
+default. But computing a prompt takes several times as long as another answer in the batch.
 """
-
 
 Missing = Callable[[Any], Any]
 """Tokens that replicas which were sent so many blocks would compute: of a number, or of many."""
 
-_WALKED = 8
-"""So many of the least loaded are looked at one by one; often no other can be the best."""
+_MOST = 256
+"""So many replicas are looked at one by one, and more by columns."""
 
 _Cost = tuple[float, float, float, int]
 """The cost, U, the queue's length and the row of a candidate: the least is the best."""
@@ -45,27 +41,20 @@ def pick(
 ) -> Choice:
     """The replica of the least cost if it has more of the prompt than others, else by load.
 
-    The cost is U + 4 · (prompt tokens to compute) / (tokens of KV cache). So a replica is preferred
-    by what its prefix saves, and a long prefix outweighs more of load than a short one. A threshold
-    of load alone (Ray; SGLang: 64 requests and half as many again) keeps a popular prefix on one
-    replica while others idle below it, and above it gives up long prefixes with the short. By
-    cost, a popular prefix comes to a second replica as soon as the first is a prompt's work ahead.
-    Dynamo's router adds prompt blocks to compute and blocks in use; here it is U, in which queues
-    count as well, so that without a match loads alone decide, as in :mod:`.load_aware`.
-
-    There is no limit of load: what a prefix saves counts the more where all are full. A replica of
-    unknown load is not compared while any is known.
-
-    What the KV store of a node has, its replicas load, which costs a little of what computing does.
-    Of several nodes, those that have less of the prompt may fetch it (:mod:`.kv_travel`).
+    The cost is U + 4 · (prompt tokens to compute) / (tokens of KV cache), so a long prefix
+    outweighs more of load than a short one. A threshold of load alone (Ray; SGLang: 64 requests and
+    half as many again) keeps a popular prefix on one replica while others idle below it. By cost it
+    comes to a second as soon as the first is a prompt's work ahead. Dynamo's router adds blocks to
+    compute and blocks in use; in U queues count as well, so without a match loads alone decide.
+    There is no limit of load. A replica of unknown load is not compared while any is known.
 
     ``held``: what replicas were sent of the prompt; None: nobody was sent any. ``missing``: the
-    more they were sent, the less they miss.
+    more they were sent, the less they miss; what their node's store has, they load at a price.
     """
     if held is not None:
         row = _cheapest(candidates, held, missing, prompt_tokens)
-        blocks = held.blocks(row)
-        if blocks and held.some_have_less(candidates, blocks):
+        level = held.level(row)
+        if level < len(held.levels) and held.some_have_less(candidates, level):
             return Choice(candidates.place(row), "prefix")
     return load_aware.pick(candidates, load_limit=load_limit)
 
@@ -88,36 +77,44 @@ def _cheapest(candidates: Candidates, held: Held, missing: Missing, prompt_token
     """The row of the least cost.
 
     Of replicas of one size that were sent as much, the least loaded costs least. So as a rule the
-    best is among the first few by load, or it was sent more than these.
+    best is among the first few by load. Those after them can be better only if they were sent more:
+    they are looked for by load, or if that takes longer, among all that were sent so much.
     """
-    columns, levels = candidates.columns, [*held.levels, 0]
-    known, capacities = columns.known, columns.kv_capacity_tokens
-    most_tokens = max(columns.most_capacity, prompt_tokens, 1)
-    best: _Cost = (math.inf, 0.0, 0.0, 0)
-    walked, least_u, among_known = 0, 0.0, True
+    columns, unsized = candidates.columns, max(1, prompt_tokens)
+    capacities, most_tokens = columns.kv_capacity_tokens, max(columns.most_capacity, unsized)
+    weights = [PREFILL_WEIGHT * missing(blocks) for blocks in (*held.levels, 0)]
+    floors = [weight / most_tokens for weight in weights]
+    open_ = nothing = len(held.levels)
 
-    def open_(blocks: int) -> bool:
-        """Whether one that has so much, and was not looked at, may be better."""
-        return bool(least_u + PREFILL_WEIGHT * missing(blocks) / most_tokens < best[0])
+    def cost(key: Key, level: int) -> _Cost:
+        return key[0] + weights[level] / (int(capacities[key[2]]) or unsized), *key
 
-    for least_u, queue_length, row in islice(candidates.by_load(), _WALKED):
-        if not walked:
-            among_known = bool(known[row])
-        elif known[row] != among_known or not open_(levels[0]):
-            return best[3]
-        walked += 1
-        tokens = int(capacities[row]) or max(1, prompt_tokens)
-        cost = float(least_u + PREFILL_WEIGHT * missing(held.blocks(row)) / tokens)
-        best = min(best, (cost, least_u, queue_length, row))
-    if walked == _WALKED and (left := sum(map(open_, levels))):
-        # They miss the less the sooner they come, so the last of them has them all.
-        all_may = left == len(levels)
-        rows = candidates.rows if all_may else candidates.among(held.rows(left - 1))
-        rows = rows[known[rows] == among_known]
-        if len(rows):
-            of_rows = missing(held.column(rows))
-            best = min(best, _cheapest_of(candidates, rows, of_rows, prompt_tokens))
-    return best[3]
+    keys = candidates.by_load(known=True)
+    first = next(keys, None)
+    if not (known := first is not None):
+        keys = candidates.by_load(known=False)
+        first = next(keys)
+    best = cost(first, held.level(first[2]))
+    for walked, key in enumerate(keys, 1):
+        # What comes from here on may be better if it was sent as much as that level, or more.
+        while key[0] + floors[open_] >= best[0]:
+            if not open_:
+                return best[3]
+            open_ -= 1
+        if walked > _MOST or (open_ < nothing and 2 * walked > len(held.holders[open_])):
+            break
+        if (level := held.level(key[2])) <= open_:
+            best = min(best, cost(key, level))
+    else:
+        return best[3]
+    if open_ < nothing and len(held.holders[open_]) <= _MOST:
+        for key in candidates.keys(held.rows(open_), known=known):
+            if key[0] + floors[0] <= best[0]:  # They come in no order.
+                best = min(best, cost(key, held.level(key[2])))
+        return best[3]
+    rows = candidates.rows
+    rows = rows[columns.known[rows] == known]
+    return min(best, _cheapest_of(candidates, rows, missing(held.column(rows)), prompt_tokens))[3]
 
 
 def _cheapest_of(candidates: Candidates, rows: Ints, missing: Floats, prompt_tokens: int) -> _Cost:
@@ -127,7 +124,8 @@ def _cheapest_of(candidates: Candidates, rows: Ints, missing: Floats, prompt_tok
     capacity[capacity == 0] = max(1, prompt_tokens)
     utilisation, queue_length = columns.utilisation[rows], columns.queue_length[rows]
     cost = utilisation + PREFILL_WEIGHT * missing / capacity
-    at = least(cost, utilisation, queue_length)
+    ties = np.flatnonzero(cost == cost.min())
+    at = ties[np.lexsort((queue_length[ties], utilisation[ties]))[0]]
     return float(cost[at]), float(utilisation[at]), float(queue_length[at]), int(rows[at])
 
 
@@ -142,7 +140,8 @@ class PrefixAware(RoutingPolicy):
     def pick(self, candidates: Candidates, request: RoutedRequest) -> Choice:
         kv, replicas = self.model.kv, self.model.replicas
         keys, tokens = request.block_keys, request.prompt_tokens
-        held = request.ledger.prefixes(self.model.name).match(keys, replicas.ids)
+        levels = self._index(request).match(keys)
+        held = Held(levels, replicas.ids, replicas.row_of) if levels else None
         blocks, limit = max(1, len(keys)), self.model.load_limit
         if held is not None and kv is not None and len(replicas.nodes) > 1:
             has = held.column(candidates.rows) / blocks * tokens
@@ -150,34 +149,30 @@ class PrefixAware(RoutingPolicy):
             return pick_by_column(candidates, missing, prompt_tokens=tokens, load_limit=limit)
         # What any was sent, the store of the only node has.
         stored = held.levels[0] / blocks if held is not None and kv is not None else 0.0
-        to_load = 0.0 if kv is None else kv.load_share
+        to_load = 1.0 if kv is None else kv.load_share
 
         def of(sent: Any) -> Any:
-            share = sent / blocks
-            if kv is None:
-                return (1 - share) * tokens
-            return (1 - stored + to_load * (stored - share)) * tokens
+            return (1 - stored + to_load * (stored - sent / blocks)) * tokens
 
         return pick(candidates, held=held, missing=of, prompt_tokens=tokens, load_limit=limit)
 
     def sent(self, request: RoutedRequest, replica: Replica) -> None:
-        """What was sent to replicas that are gone is forgotten; a single one is not compared."""
-        known = self.model.replicas.known_ids
-        if len(known) < 2:
-            return
+        if len(self.model.replicas.known_ids) < 2:
+            return  # A single one is not compared.
         capacity, kv = replica.kv_capacity_tokens, self.model.kv
         if capacity is not None and kv is not None:
             # What its engine has forgotten, its node's store still has.
             capacity += int(kv.store_bytes / kv.token_bytes)
-        index = request.ledger.prefixes(self.model.name)
+        most_keys = None if capacity is None else capacity // BLOCK_TOKENS
+        self._index(request).sent(replica.id, request.block_keys, most_keys)
+
+    def _index(self, request: RoutedRequest) -> PrefixIndex:
+        """The index, without replicas that are gone."""
+        index, known = request.ledger.prefixes(self.model.name), self.model.replicas.known_ids
         if self._ids_with_prefixes is not known:
             self._ids_with_prefixes = known
             index.retain(known)
-        index.sent(
-            replica.id,
-            request.block_keys,
-            most_keys=None if capacity is None else capacity // BLOCK_TOKENS,
-        )
+        return index
 
     def _by_nodes(
         self, candidates: Candidates, has: Ints, prompt_tokens: int, kv: NodesKv

@@ -76,6 +76,28 @@ class KvBudget:
         return size * (length + generation) * self.token_bytes <= self.bytes
 
 
+class FormingBatch:
+    """A batch that others may join."""
+
+    def __init__(self, first: BatchRequest) -> None:
+        self.requests = [first]
+        self.length, self.generation = first.input_tokens, first.predicted_tokens
+
+    def holds(self, request: BatchRequest, memory: KvBudget) -> bool:
+        """Whether it fits into memory with one more."""
+        length = max(self.length, request.input_tokens)
+        generation = max(self.generation, request.predicted_tokens)
+        return memory.holds(len(self.requests) + 1, length, generation)
+
+    def add(self, request: BatchRequest) -> None:
+        self.requests.append(request)
+        self.length = max(self.length, request.input_tokens)
+        self.generation = max(self.generation, request.predicted_tokens)
+
+    def formed(self) -> StaticBatch:
+        return StaticBatch(tuple(self.requests))
+
+
 class BatchingPolicy:
     """A rule that forms batches, and what it keeps for that; every request comes into exactly one.
 

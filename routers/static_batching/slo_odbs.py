@@ -14,6 +14,7 @@ from pydantic import Field
 from loomserve.routers.static_batching.base import (
     BatchingPolicy,
     BatchRequest,
+    FormingBatch,
     KvBudget,
     StaticBatch,
 )
@@ -40,12 +41,10 @@ class _ByDeadline(BatchingPolicy):
     * The paper's weights w1, w2 and its coefficients L1, L2 stand only in the products w1·L1 and
       w2·L2: these are the two weights here.
     * Line 6 of the algorithm subtracts the longest answer where equation 3-4 adds it. The
-      difference bounds by how much a request lengthens its batch, and lets short ones into any
-      batch; the sum bounds a batch's padded tokens, as memory does, and leaves the longest requests
-      in the smallest batches. At the load that vanilla batches carry the sum meets more deadlines
+      difference bounds by how much a request lengthens its batch; the sum bounds a batch's padded
+      tokens, as memory does. At the load that vanilla batches carry the sum meets more deadlines
       (docs/static_batching.md), so it is the default.
-    * Line 20, "adjust the size by CM", is not spelt out; a batch's size is bounded by memory, which
-      allows the fewer requests the longer they are.
+    * Line 20, "adjust the size by CM", is not spelt out; memory bounds a batch's size.
     * SLO(q) is the time that is left until its deadline. A deadline that is missed counts as one
       that was not set: serving it first would only make others late.
     """
@@ -55,34 +54,33 @@ class _ByDeadline(BatchingPolicy):
     def form(
         self, requests: Sequence[BatchRequest], memory: KvBudget, now: float
     ) -> list[StaticBatch]:
-        batches: list[StaticBatch] = []
-        current: list[BatchRequest] = []
-        length = generation = 0
+        batches: list[FormingBatch] = []
         latest = 0.0
         for request in sorted(requests, key=lambda one: (_deadline(one, now), one.id)):
             left_s = max(0.0, _deadline(request, now) - now)
-            cost = self._cost(left_s, latest, request.predicted_tokens, generation, len(current))
-            longer = max(length, request.input_tokens), max(generation, request.predicted_tokens)
-            if current and (
-                cost > self.options.threshold or not memory.holds(len(current) + 1, *longer)
+            last = batches[-1] if batches else None
+            if (
+                last is not None
+                and self._cost(left_s, latest, request, last) <= self.options.threshold
+                and last.holds(request, memory)
             ):
-                batches.append(StaticBatch(tuple(current)))
-                current, latest = [], 0.0
-                longer = request.input_tokens, request.predicted_tokens
-            current.append(request)
-            length, generation = longer
-            latest = max(latest, left_s)
-        if current:
-            batches.append(StaticBatch(tuple(current)))
-        return batches
+                last.add(request)
+                latest = max(latest, left_s)
+            else:
+                batches.append(FormingBatch(request))
+                latest = left_s
+        return [one.formed() for one in batches]
 
-    def _cost(self, left_s: float, latest: float, tokens: int, generation: int, size: int) -> float:
+    def _cost(
+        self, left_s: float, latest: float, request: BatchRequest, batch: FormingBatch
+    ) -> float:
         options = self.options
-        outputs = tokens + generation
+        outputs = request.predicted_tokens + batch.generation
         if options.output_term is OutputTerm.DIFFERENCE:
-            outputs = tokens - generation
+            outputs = request.predicted_tokens - batch.generation
         deadlines = options.slo_weight * (left_s + latest)
-        return float((size + 1) * (deadlines + options.output_weight * outputs))
+        joined = len(batch.requests) + 1
+        return float(joined * (deadlines + options.output_weight * outputs))
 
 
 class SloOdbs(_ByDeadline):

@@ -16,6 +16,7 @@ from pydantic import Field
 from loomserve.routers.static_batching.base import (
     BatchingPolicy,
     BatchRequest,
+    FormingBatch,
     KvBudget,
     StaticBatch,
     in_order_of_arrival,
@@ -66,37 +67,27 @@ class Wma(BatchingPolicy):
                 forming.append(_Forming(request))
             else:
                 joined.add(request)
-        return [StaticBatch(tuple(one.requests)) for one in forming]
+        return [one.formed() for one in forming]
 
 
-class _Forming:
-    """A batch that others may join.
-
-    Waste falls with a member's length and with its answer's, so that who wastes the most is among
-    those that no other member undercuts in both; they are few, and the only ones looked at.
-    """
+class _Forming(FormingBatch):
+    """Waste falls with a member's length and with its answer's, so that who wastes the most is
+    among those that no other undercuts in both; they are few, and the only ones looked at."""
 
     def __init__(self, first: BatchRequest) -> None:
-        self.requests = [first]
-        self._length = first.input_tokens
-        self._generation = first.predicted_tokens
+        super().__init__(first)
         self._shortest = [first]
 
     def wma_with(self, request: BatchRequest, memory: KvBudget) -> float:
         """Infinite where it would not fit into memory."""
-        length = max(self._length, request.input_tokens)
-        generation = max(self._generation, request.predicted_tokens)
-        if not memory.holds(len(self.requests) + 1, length, generation):
+        if not self.holds(request, memory):
             return float("inf")
-        most = wasted(request, length, generation)
-        for one in self._shortest:
-            most = max(most, wasted(one, length, generation))
-        return most
+        length = max(self.length, request.input_tokens)
+        generation = max(self.generation, request.predicted_tokens)
+        return max(wasted(one, length, generation) for one in (request, *self._shortest))
 
     def add(self, request: BatchRequest) -> None:
-        self.requests.append(request)
-        self._length = max(self._length, request.input_tokens)
-        self._generation = max(self._generation, request.predicted_tokens)
+        super().add(request)
         if not any(_undercuts(one, request) for one in self._shortest):
             self._shortest = [one for one in self._shortest if not _undercuts(request, one)]
             self._shortest.append(request)

@@ -244,19 +244,18 @@ def test_requests_are_in_flight_and_queued_only_inside_their_blocks(
     with metrics.queued("chat"):
         assert value(registry, "loomserve_gateway_queue", {"model": "chat"}) == 1
     assert value(registry, "loomserve_gateway_queue", {"model": "chat"}) == 0
-    with (
-        metrics.in_flight("chat", "r1").track_inprogress(),
-        metrics.in_flight("chat", "r1").track_inprogress(),
-    ):
-        assert value(registry, "loomserve_requests_in_flight", on_r1) == 2
+    metrics.in_flight("chat")["r1"] += 2
+    assert value(registry, "loomserve_requests_in_flight", on_r1) == 2
+    metrics.in_flight("chat")["r1"] -= 2
     assert value(registry, "loomserve_requests_in_flight", on_r1) == 0
 
 
 def test_a_replica_that_is_gone_is_not_shown_even_when_its_requests_end_later(
     registry: CollectorRegistry, metrics: GatewayMetrics
 ) -> None:
-    with metrics.in_flight("chat", "r1").track_inprogress():
-        metrics.set_models({"chat": ["r2"]})
+    metrics.in_flight("chat")["r1"] += 1
+    metrics.set_models({"chat": ["r2"]})
+    metrics.in_flight("chat")["r1"] -= 1
     name = "loomserve_requests_in_flight"
     assert value(registry, name, {"model": "chat", "replica": "r1"}) is None
     assert value(registry, name, {"model": "chat", "replica": "r2"}) == 0

@@ -253,16 +253,14 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         self.loads.measured(self.steps, running, waiting, usage, tokens)
 
     def _waiting_tokens(self) -> int:
-        """Tokens without KV memory yet, of prompts that are computed in parts and of requests that
-        wait, as far as they would fill all of it."""
-        cache, scheduler, total = self.vllm_config.cache_config, self.scheduler, 0
+        """Tokens without KV memory yet, of prompts computed in parts and of requests that wait."""
+        scheduler = self.scheduler
         # Those whose prompts are computed came last.
         partly = takewhile(_has_prompt_left, reversed(scheduler.running))
-        for request in chain(partly, scheduler.waiting, scheduler.kv_holding_waiting):
-            total += request.num_tokens - request.num_computed_tokens
-            if total >= (cache.num_gpu_blocks or 0) * cache.block_size:
-                break
-        return total
+        begun = chain(partly, scheduler.kv_holding_waiting)
+        tokens: int = scheduler.waiting.tokens()
+        tokens += sum(each.num_tokens - each.num_computed_tokens for each in begun)
+        return tokens
 
     def facts(self) -> EngineFacts:
         config = self.vllm_config

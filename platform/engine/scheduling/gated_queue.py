@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
@@ -14,6 +14,50 @@ class GatedQueue(FCFSRequestQueue):  # type: ignore[misc]
 
     While it is open :meth:`only` to some, it looks as if the others were not there.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counted: dict[Request, int] = {}
+        self._sum = 0
+        self._growing: set[Request] = set()
+        """Those that were preempted in a step that still gives them tokens."""
+
+    def tokens(self) -> int:
+        """Tokens of all requests in the queue, none of which has KV memory yet."""
+        self._growing.intersection_update(self._counted)
+        for request in self._growing:
+            self._count(request, request.num_tokens)
+        return self._sum
+
+    def _count(self, request: Request, tokens: int) -> None:
+        self._sum += tokens - self._counted.pop(request, 0)
+        if tokens:
+            self._counted[request] = tokens
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        self._count(request, request.num_tokens)
+
+    def pop_request(self) -> Request:
+        request = super().pop_request()
+        self._count(request, 0)
+        return request
+
+    def prepend_request(self, request: Request) -> None:
+        super().prepend_request(request)
+        self._count(request, request.num_tokens)
+        if request.num_stale_output_tokens:
+            self._growing.add(request)
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self.prepend_request(request)
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        leaving = list(requests)
+        super().remove_requests(leaving)
+        for request in leaving:
+            self._count(request, 0)
 
     @contextmanager
     def only(self, requests: Sequence[Request]) -> Iterator[None]:

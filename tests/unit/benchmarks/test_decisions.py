@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.decision_cases import Fleet, decisions, picks, placing, proposing
+from benchmarks.decision_cases import Fleet, decisions, picks, placing, proposing, tells
 from benchmarks.decisions import POLICIES, case
 
 
@@ -23,6 +23,7 @@ def test_decisions_are_those_of_a_fleet_that_reports_and_drains(policy: str) -> 
 
 def test_the_other_cases_give_seconds_and_what_came_out() -> None:
     assert len(picks(10, 5)) == 5
+    assert len(tells(10, "prefix_aware", 5)) == 5
     plan = proposing(16, 8, 0.05)
     assert plan["actions"] > 0
     assert proposing(16, 8, 0.05)["digest"] == plan["digest"]

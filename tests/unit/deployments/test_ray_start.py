@@ -183,7 +183,7 @@ def test_vllm_is_imported_beside_rays_first_start_where_a_core_is_idle(
 
 
 def test_no_core_is_idle_where_a_process_may_not_use_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_start, "_has_quota", lambda: False)
+    monkeypatch.setattr(ray_start, "has_quota", lambda: False)
     monkeypatch.setattr(ray_start.psutil, "cpu_count", lambda: 4)
     monkeypatch.setattr(ray_start.psutil, "cpu_times_percent", lambda: SimpleNamespace(idle=50.0))
     monkeypatch.setattr(ray_start.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
@@ -191,7 +191,7 @@ def test_no_core_is_idle_where_a_process_may_not_use_all(monkeypatch: pytest.Mon
     monkeypatch.setattr(ray_start.os, "sched_getaffinity", lambda _: {0, 1})
     assert ray_start._idle_cores() == 0.0
     monkeypatch.setattr(ray_start.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    monkeypatch.setattr(ray_start, "_has_quota", lambda: True)
+    monkeypatch.setattr(ray_start, "has_quota", lambda: True)
     assert ray_start._idle_cores() == 0.0
 
 

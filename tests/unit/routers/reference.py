@@ -6,8 +6,6 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import Role
 from loomserve.routers.base import Decision
@@ -157,10 +155,16 @@ def prefix_aware(
     blocks: int,
     prompt_tokens: int,
     load_limit: float,
+    load_share: float | None = None,
 ) -> Decision:
+    """``load_share``: of what a replica computes, what it takes to load it from their store."""
+    stored = 0.0 if load_share is None else max(matched.values(), default=0) / max(1, blocks)
 
     def cost(replica: ReplicaSeen) -> float:
-        missing = (1 - matched.get(replica.id, 0) / max(1, blocks)) * prompt_tokens
+        share = matched.get(replica.id, 0) / max(1, blocks)
+        missing = (1 - share) * prompt_tokens
+        if load_share is not None:
+            missing = (1 - stored + load_share * (stored - share)) * prompt_tokens
         # Of unknown capacity, as if the prompt filled it.
         capacity = replica.kv_capacity_tokens or max(1, prompt_tokens)
         return replica.utilisation + PREFILL_WEIGHT * missing / capacity
@@ -186,10 +190,8 @@ def matched_blocks(keys: Sequence[int], sent: Mapping[str, Collection[int]]) -> 
 
 def held(matched: Mapping[str, int], ids: Sequence[str]) -> Held | None:
     """What the index tells of replicas, in the order of their rows, that have so many blocks."""
-    levels = []
-    for blocks in sorted({*matched.values()} - {0}, reverse=True):
-        rows = [row for row, id_ in enumerate(ids) if matched.get(id_, 0) >= blocks]
-        # Slots are in no order of rows.
-        levels.append((blocks, sum(1 << len(ids) - row for row in rows)))
-    slots = np.array([len(ids) - row for row in range(len(ids))], np.int64)
-    return Held(levels, slots, len(ids) + 1) if levels else None
+    levels = [
+        (blocks, {id_ for id_ in ids if matched.get(id_, 0) >= blocks})
+        for blocks in sorted({*matched.values()} - {0}, reverse=True)
+    ]
+    return Held(levels, ids, {id_: row for row, id_ in enumerate(ids)}) if levels else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 from hypothesis import given
@@ -43,7 +44,7 @@ def test_a_request_that_ended_before_it_was_routed_is_never_counted() -> None:
     ledger.finished(booking, now=1.0)
     ledger.started(booking, "a", tokens=100, now=2.0)
     assert ledger.of("a") == NOTHING
-    assert not ledger.replicas()
+    assert not ledger._records
 
 
 def test_ending_a_request_twice_counts_once() -> None:
@@ -62,9 +63,9 @@ def test_replicas_that_vanished_are_forgotten_and_busy_ones_are_not() -> None:
         booking = Booking()
         ledger.started(booking, f"gone-{i}", tokens=1, now=float(i))
         ledger.finished(booking, now=float(i))
-    assert len(ledger.replicas()) <= 13
+    assert len(ledger._records) <= 13
     ledger.started(Booking(), "new", tokens=1, now=200.0)
-    assert ledger.replicas() == {"busy", "new"}
+    assert ledger._records.keys() == {"busy", "new"}
     ledger.finished(busy, now=201.0)
     assert ledger.of("busy") == NOTHING
 
@@ -173,7 +174,7 @@ def test_before_the_first_measurement_only_the_ledger_counts(stats: RoutingStats
 
 def test_a_request_of_several_sequences_counts_as_several() -> None:
     ledger = InFlight()
-    with RoutingTicket(ledger, prompt_tokens=10, output_tokens=20, sequences=4) as ticket:
+    with closing(RoutingTicket(ledger, prompt_tokens=10, output_tokens=20, sequences=4)) as ticket:
         ticket.book(Replica("a"), 1.0)
         assert ledger.of("a") == Assigned(4, 90)
         ticket.book(Replica("b"), 2.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import closing
 from functools import partial
 from typing import get_args
 
@@ -70,13 +71,14 @@ class Sender:
         pinned_to: str | None = None,
     ) -> str | None:
         hashed = partial(token_keys, tokens, model="m", salt=salt)
-        with RoutingTicket(
+        ticket = RoutingTicket(
             self.ledger,
             prompt_tokens=len(tokens),
             hash_prompt=hashed,
             exclude=exclude,
             pinned_to=pinned_to,
-        ) as ticket:
+        )
+        with closing(ticket):
             decision = self.chooser.decide(ticket)
         return None if decision is None else decision.replica_id
 
@@ -91,7 +93,7 @@ class Sender:
 def test_every_policy_books_what_it_chooses(policy: RoutingPolicy) -> None:
     ledger = InFlight()
     table = reported(ledger, {"a": None, "b": stats(), "c": stats(draining=True)})
-    with RoutingTicket(ledger, prompt_tokens=7, output_tokens=3, sequences=2) as ticket:
+    with closing(RoutingTicket(ledger, prompt_tokens=7, output_tokens=3, sequences=2)) as ticket:
         decision = chooser(table, policy).decide(ticket)
         assert decision is not None
         assert decision.replica_id in {"a", "b"}
@@ -173,7 +175,7 @@ def test_what_a_replica_was_sent_is_forgotten_when_it_is_gone_or_its_cache_is_fu
     index = sender.ledger.prefixes("m")
     sender.report(a=stats(capacity=3 * BLOCK_TOKENS), c=stats())
     sender.send(STORY, pinned_to="a")
-    assert index.sizes() == {"a": 3}
+    assert len(index._sent["a"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_prompts_are_hashed_only_to_compare_replicas_by_them(
 
     ledger = InFlight()
     table = reported(ledger, {id_: stats() for id_ in replicas})
-    with RoutingTicket(ledger, hash_prompt=fail) as ticket:
+    with closing(RoutingTicket(ledger, hash_prompt=fail)) as ticket:
         assert chooser(table, policy).decide(ticket) is not None
 
 
@@ -201,7 +203,7 @@ def test_a_prompt_is_hashed_once() -> None:
 
     ledger = InFlight()
     table = reported(ledger, {"a": stats(), "b": stats()})
-    with RoutingTicket(ledger, hash_prompt=once) as ticket:
+    with closing(RoutingTicket(ledger, hash_prompt=once)) as ticket:
         for _ in range(3):
             chooser(table).decide(ticket)
     assert hashed == [1]
@@ -213,7 +215,7 @@ def on_two_nodes(bytes_per_s: float, *, capacity: int = 10_000) -> Sender:
     sender.table.set_replicas("ab", {"a": "x", "b": "y"})
     paced(sender, a=0, b=0, capacity=capacity)
     link = KvLink(0.0, bytes_per_s)
-    sender.chooser.kv = NodesKv(1.0, 10.0 * len(STORY), {("x", "y"): link, ("y", "x"): link})
+    sender.chooser.model.kv = NodesKv(1.0, 10.0 * len(STORY), {("x", "y"): link, ("y", "x"): link})
     return sender
 
 

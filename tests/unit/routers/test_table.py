@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,11 @@ from loomserve.platform.state.roles import Role
 from loomserve.routers.base import Decision
 from loomserve.routers.in_flight import Booking, InFlight
 from loomserve.routers.policies import load_aware, power_of_two, prefix_aware, round_robin
+from loomserve.routers.policy import NodesKv
+from loomserve.routers.policy_choice import ReplicaChooser
 from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.table import ReplicaTable
+from loomserve.routers.ticket import RoutingTicket
 from tests.unit.routers import reference
 from tests.unit.routers.policies.fleets import Pick
 
@@ -114,17 +118,20 @@ def missing_of(blocks: int, prompt: int, has: Any) -> Any:
     return (1 - has / blocks) * prompt
 
 
-@pytest.mark.parametrize("most", [3, 8, 40, 200])
-def test_ten_thousand_decisions_are_those_of_the_rules(most: int) -> None:
+@pytest.mark.parametrize(
+    ("most", "cases"), [(3, 3_400), (8, 3_400), (40, 3_400), (200, 3_400), (900, 300)]
+)
+def test_ten_thousand_decisions_are_those_of_the_rules(most: int, cases: int) -> None:
     scene, rng = Scene(most, most), random.Random(0)
     reasons = set()
-    for case in range(3_400):
+    for case in range(cases):
         scene.goes_on()
         ids = sorted(scene.stats)
         exclude = rng.choice([NOBODY, frozenset(rng.sample(ids, len(ids) // 2)), frozenset("x")])
         pinned_to = rng.choice([None] * 9 + ids[:1])
         limit, prompt, blocks = rng.choice([0.5, 1.6]), rng.choice([1, 300, 1_500]), 8
-        matched = {id_: rng.choice([0, 0, 5, 8]) for id_ in ids} if case % 3 else {}
+        some = rng.choice([[0, 0, 5, 8], [0] * 20 + [2, 8], [8, 8, 5], [*[0] * 99, 1]])
+        matched = {id_: rng.choice(some) for id_ in ids} if case % 3 else {}
         seen = scene.seen(exclude, pinned_to)
         held = reference.held(matched, scene.table.ids)
         missing = partial(missing_of, blocks, prompt)
@@ -150,10 +157,71 @@ def test_ten_thousand_decisions_are_those_of_the_rules(most: int) -> None:
             expected = reference.decide(seen, by_rule)
             assert scene.decided(exclude, pinned_to, pick) == expected
             reasons.add(expected.reason if expected is not None else "none")
-    assert reasons == {
-        "none", "only_candidate", "least_loaded", "shortest_queue", "prefix", "round_robin",
+    assert reasons - {"none"} == {
+        "only_candidate", "least_loaded", "shortest_queue", "prefix", "round_robin",
         "power_of_two",
     }  # fmt: skip
+
+
+def told(rng: random.Random, now: float) -> RoutingStats:
+    return RoutingStats(
+        load=ReplicaLoad(
+            running=rng.randrange(3),
+            waiting=rng.choice([0, 0, 0, 9]),
+            kv_cache_usage=rng.random() / 10,
+            step_time_s=0.1,
+            measured_at=now,
+        ),
+        max_running=rng.choice([10, 40]),
+        kv_capacity_tokens=rng.choice([None, 40_000, 80_000, 80_000]),
+        draining=False,
+        role=Role.UNIFIED,
+        told_at=0.0,
+    )
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_prompts_are_sent_where_the_rules_say_of_all_that_was_sent(stored: bool) -> None:
+    rng, ledger = random.Random(0), InFlight()
+    table = ReplicaTable(ledger, stale_after_s=1e9)
+    chooser = ReplicaChooser("m", "prefix_aware", table, load_limit=0.1)
+    sent: dict[str, set[int]] = {}
+    reports: dict[str, RoutingStats | None] = {}
+    if stored:
+        chooser.model.kv = NodesKv(1.0, 1e9, {}, load_share=0.5)
+    tickets: list[RoutingTicket] = []
+    reasons = set()
+    for turn in range(4_000):
+        if turn % 500 == 0:
+            ids = [f"r{number}" for number in range(rng.randrange(2, 60))]
+            table.set_replicas(ids)
+            sent = {id_: sent.get(id_, set()) for id_ in ids}
+            reports = {id_: reports.get(id_) for id_ in ids}
+            silent = turn == 2_000
+        for id_ in rng.sample(ids, 0 if silent else 2):
+            reports[id_] = told(rng, time.monotonic())
+            table.report(id_, reports[id_])
+        # They are so few that no replica forgets any.
+        path = [rng.randrange(4), *(rng.randrange(2) for _ in range(rng.randrange(6)))]
+        keys = tuple(hash(tuple(path[: end + 1])) for end in range(len(path)))
+        ticket = RoutingTicket(ledger, len(keys) * 640, lambda keys=keys: keys, 10)  # type: ignore[misc]
+        seen = [reference.snapshot(id_, reports[id_], ledger) for id_ in sorted(ids)]
+        matched = reference.matched_blocks(keys, sent)
+        expected = reference.prefix_aware(
+            seen,
+            matched=matched,
+            blocks=len(keys),
+            prompt_tokens=ticket.prompt_tokens,
+            load_limit=0.1,
+            load_share=0.5 if stored else None,
+        )
+        assert chooser.decide(ticket) == expected
+        reasons.add(expected.reason)
+        sent[expected.replica_id].update(keys)
+        tickets.append(ticket)
+        if len(tickets) > 40:
+            tickets.pop(rng.randrange(40)).close()
+    assert reasons == {"prefix", "least_loaded", "shortest_queue"}
 
 
 @pytest.mark.parametrize("most", [3, 8, 40])

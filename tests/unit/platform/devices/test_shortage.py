@@ -12,6 +12,7 @@ import pytest
 from loomserve.platform.devices import shortage
 from loomserve.platform.devices.shortage import (
     MemoryBound,
+    has_quota,
     has_room,
     memory_bounds,
     note_given_back,
@@ -68,6 +69,31 @@ def test_a_group_whose_files_are_odd_is_passed_over(tmp_path: Path) -> None:
     group(tmp_path / "cgroup", "500", 450)
     (tmp_path / "cgroup/memory.stat").write_text("odd")
     assert bounds(tmp_path, "0::/\n") == [MACHINE]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "bounded"),
+    [
+        (None, "", False),
+        ("user/me/cpu.max", "max 100000\n", False),
+        ("user/me/cpu.max", "50000 100000\n", True),
+        ("user/cpu.max", "50000 100000\n", True),
+        ("cpu.max", "50000 100000\n", True),
+        ("user/other/cpu.max", "50000 100000\n", False),
+        ("cpu/cpu.cfs_quota_us", "-1\n", False),
+        ("cpu/cpu.cfs_quota_us", "50000\n", True),
+    ],
+)
+def test_a_quota_of_its_own_group_or_of_one_above_bounds_a_process(
+    file: str | None, text: str, bounded: bool, tmp_path: Path
+) -> None:
+    groups, own = tmp_path / "cgroup", tmp_path / "own"
+    own.write_text("0::/user/me\n")
+    (groups / "user/me").mkdir(parents=True)
+    if file is not None:
+        (groups / file).parent.mkdir(exist_ok=True)
+        (groups / file).write_text(text)
+    assert has_quota(groups, own) is bounded
 
 
 @pytest.mark.parametrize(("given", "is_"), [(None, 0.95), ("0.5", 0.5), ("half", 0.95)])
