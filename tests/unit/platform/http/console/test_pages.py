@@ -16,7 +16,9 @@ from tests.browser import (
     log_in,
     open_page,
     picture,
+    shown,
     tab,
+    window,
 )
 from tests.unit.platform.http.console.made_up import (
     ENDED,
@@ -69,11 +71,18 @@ def platform() -> Iterator[MadeUp]:
         yield platform
 
 
-@pytest.fixture
-def page(running: Any, platform: MadeUp) -> Iterator[Any]:
-    with tab(running, platform.url, **DESKTOP) as page:
-        log_in(page, TOKEN)
+@pytest.fixture(scope="module")
+def desktop(running: Any) -> Iterator[Any]:
+    """One window for all, of which each test's platform has a store of its own."""
+    with window(running, **DESKTOP) as page:
         yield page
+
+
+@pytest.fixture
+def page(desktop: Any, platform: MadeUp) -> Iterator[Any]:
+    with shown(desktop, platform.url):
+        log_in(desktop, TOKEN)
+        yield desktop
 
 
 def shows(page: Any, text: str) -> None:
