@@ -18,6 +18,9 @@ from tests.claims import CLAIMS
 from tests.groups import SHARED, group, put_in_group, put_in_order
 from tests.rings import Part
 
+# It takes long, so that it begins first.
+pytestmark = pytest.mark.xdist_group("runs of pytest")
+
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 
