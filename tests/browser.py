@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,27 +42,49 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def tab(running: Any, url: str, **options: Any) -> Iterator[Any]:
-    """A tab of its own at the console's login; no script may fail there, nor break the policy."""
+def window(running: Any, **options: Any) -> Iterator[Any]:
+    """An empty page; each has processes of its own, which take seconds of a core to start."""
     context = running.new_context(**options)
     page = context.new_page()
     page.set_default_timeout(30_000)
+    try:
+        yield page
+    finally:
+        context.close()
+
+
+@contextmanager
+def shown(page: Any, url: str) -> Iterator[None]:
+    """The page is at the console's login; no script may fail there, nor break the policy."""
     wrong: list[str] = []
     lost: list[str] = []
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
-    page.on("requestfailed", lambda asked: lost.append(f"{asked.url}: {asked.failure}"))
+    heard: dict[str, Callable[[Any], None]] = {
+        "pageerror": lambda error: wrong.append(str(error)),
+        "console": lambda said: wrong.append(said.text) if said.type == "error" else None,
+        "requestfailed": lambda asked: lost.append(f"{asked.url}: {asked.failure}"),
+    }
+    for event, hear in heard.items():
+        page.on(event, hear)
     try:
         page.goto(f"{url}/console")
         try:
             page.get_by_label("Admin token").wait_for()
         except Exception as error:
             raise AssertionError(f"the console did not start: {wrong + lost}") from error
-        yield page
+        yield
         grave = [each for each in wrong if not each.startswith(LEFT_OUT)]
         assert not grave, grave
     finally:
-        context.close()
+        for event, hear in heard.items():
+            page.remove_listener(event, hear)
+        page.goto("about:blank")
+
+
+@contextmanager
+def tab(running: Any, url: str, **options: Any) -> Iterator[Any]:
+    """A window of its own at the console's login."""
+    with window(running, **options) as page, shown(page, url):
+        yield page
 
 
 def log_in(page: Any, token: str) -> None:

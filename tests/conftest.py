@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import gc
 import os
 
 import pytest
@@ -13,7 +14,7 @@ settings.register_profile(
     "untimed",
     deadline=None,
     derandomize="CI" in os.environ,
-    max_examples=50,
+    max_examples=25,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("untimed")
@@ -22,6 +23,12 @@ settings.load_profile("untimed")
 def pytest_configure() -> None:
     # Processes that run tests side by side have a width, which changes what commands print.
     os.environ.pop("COLUMNS", None)
+
+
+def pytest_collection_finish() -> None:
+    # Thousands of tests, and what they import, which the collector would go through again and
+    # again.
+    gc.freeze()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.conftest import HOT, Platform
 from tests.e2e.test_admin import model_state, wait_for
 from tests.e2e.test_continuation import CONTINUED, kill_engine
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 
@@ -42,7 +43,7 @@ def asked(prompt: list[int], **more: Any) -> dict[str, Any]:
 
 def whole(platform: Platform, body: dict[str, Any]) -> list[dict[str, Any]]:
     with platform.http() as http:
-        answer = http.post("/v1/completions", json=body)
+        answer = http.post("/v1/completions", json=body, timeout=PATIENCE_S)
         choices: list[dict[str, Any]] = answer.raise_for_status().json()["choices"]
         return choices
 
@@ -91,7 +92,8 @@ def test_it_is_not_in_its_answer(platform: Platform, prompt: list[int], forced: 
 
 def test_it_is_not_when_its_engine_is_killed(platform: Platform, prompt: list[int]) -> None:
     bodies = [asked([*prompt[:1], 1000 + n, *prompt[1:]], max_tokens=LONG) for n in range(4)]
-    alone = [whole(platform, body)[0] for body in bodies]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        undisturbed = [found for (found,) in pool.map(lambda each: whole(platform, each), bodies)]
     before = platform.metric(CONTINUED, model=HOT, reason="gone")
     with ThreadPoolExecutor(len(bodies)) as pool:
         answers = [pool.submit(streamed, platform, body) for body in bodies]
@@ -99,7 +101,7 @@ def test_it_is_not_when_its_engine_is_killed(platform: Platform, prompt: list[in
         wait_for(lambda: all(platform.in_flight(HOT, each["id"]) for each in replicas), 60)
         kill_engine(platform)
         told = [each.result() for each in answers]
-    assert told == [(each["text"], each["token_ids"]) for each in alone]
+    assert told == [(each["text"], each["token_ids"]) for each in undisturbed]
     assert platform.metric(CONTINUED, model=HOT, reason="gone") > before
     for body, (text, tokens) in zip(bodies, told, strict=True):
         assert text == answer_in(platform, body["prompt"], tokens)

@@ -96,15 +96,26 @@ def back_without(platform: Platform, replica: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def asked(platform: Platform) -> list[Asked]:
+def undisturbed(platform: Platform) -> tuple[list[Asked], list[Answer]]:
     requests = mixture(HOT, REQUESTS, TOKENS, 0, 1)
-    return with_stop_strings(requests, answers(platform, requests))
+    found = answers(platform, requests)
+    asked = with_stop_strings(requests, found)
+    stopped = [number for number, one in enumerate(asked) if one is not requests[number]]
+    again = answers(platform, [asked[number] for number in stopped])
+    for number, answer in zip(stopped, again, strict=True):
+        found[number] = answer
+    return asked, found
 
 
 @pytest.fixture(scope="module")
-def expected(platform: Platform, asked: list[Asked]) -> list[Answer]:
-    """Undisturbed; that they are alike each time, tests see once they have disturbed them."""
-    return answers(platform, asked)
+def asked(undisturbed: tuple[list[Asked], list[Answer]]) -> list[Asked]:
+    return undisturbed[0]
+
+
+@pytest.fixture(scope="module")
+def expected(undisturbed: tuple[list[Asked], list[Answer]]) -> list[Answer]:
+    """That they are alike each time, tests see once they have disturbed them."""
+    return undisturbed[1]
 
 
 @pytest.mark.claim("continuation")

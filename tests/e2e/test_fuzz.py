@@ -16,7 +16,7 @@ from tests.forks import descendants
 pytestmark = [pytest.mark.e2e, pytest.mark.simulated]
 SEED = "loomserve"
 MANY = 10_000
-FEW = 500
+FEW = 250
 """Of them; the ordinary run sends the first."""
 
 

@@ -23,7 +23,7 @@ from tests.waiting import PATIENCE_S
 pytestmark = [pytest.mark.e2e, pytest.mark.simulated]
 
 FIRST, SECOND, THIRD, LARGE = "first", "second", "third", "large"
-RESIDENCE_S = 3.0
+RESIDENCE_S = 1.0
 # No two are ready together, and one that sleeps fits beside one that is ready.
 SIZE, BUDGET = "4GiB", "7GiB"
 
@@ -31,7 +31,7 @@ SIZE, BUDGET = "4GiB", "7GiB"
 def model(name: str, size: str = SIZE, **changes: Any) -> dict[str, Any]:
     given = {"name": name, "devices": ["core0"], "engine": ENGINE, "start": "on_demand", **changes}
     # Comments come while it starts.
-    return simulated(given, memory=size, start_s=3)
+    return simulated(given, memory=size, start_s=1.5)
 
 
 def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
+        time.sleep(0.2)
 
 
 def ask(platform: Platform, name: str, tokens: int = 8, **headers: str) -> str:
@@ -338,3 +338,18 @@ def test_an_idle_model_sleeps_by_itself(platform: Platform) -> None:
     ask(platform, SECOND, tokens=1)
     until(lambda: status(platform, SECOND) == "asleep", 20)
     assert state_of(platform, SECOND)["message"].startswith("idle for ")
+
+
+def test_operators_have_a_port_of_their_own(platform: Platform) -> None:
+    """That of clients does not even say that there is more."""
+    paths = ("/admin/v1/state", "/metrics", "/console/")
+    with platform.admin() as operators, platform.http(platform.admin_token) as public:
+        assert operators.base_url != public.base_url
+        assert [operators.get(path).status_code for path in paths] == [200] * len(paths)
+        assert [public.get(path).status_code for path in paths] == [404] * len(paths)
+        assert [each.get("/ready").status_code for each in (operators, public)] == [200, 200]
+    with platform.http() as clients:
+        assert clients.get("/v1/models").status_code == 200
+        # The console's chat asks as clients do.
+        asked = clients.get(f"{platform.operators_url}/v1/models")
+        assert asked.json() == clients.get("/v1/models").json()

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import CORES, ENGINE, Platform, server_section, simulated, started, stream
+from tests.e2e.conftest import ENGINE, Platform, simulated, stream
 from tests.e2e.test_admin import model_state, wait_for
 from tests.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.e2e, pytest.mark.simulated]
+pytestmark = [pytest.mark.e2e, pytest.mark.simulated, pytest.mark.xdist_group("platform")]
 
 NAME = "scaled"
 TARGET = 3
@@ -28,28 +28,26 @@ RULES = {
 PROMPTS = [f"Tale {number}. Once upon a time" for number in range(6)]
 
 
-def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
-    return {
-        "devices": CORES,
-        "models": [
-            simulated(
-                {
-                    "name": NAME,
-                    "devices": ["core0", "core1"],
-                    "replicas": RULES,
-                    "kv_cache_memory": "256MiB",
-                    "engine": ENGINE,
-                }
-            )
-        ],
-        "server": server_section(port, hashes),
+MODEL = simulated(
+    {
+        "name": NAME,
+        "devices": ["core0", "core1"],
+        "replicas": RULES,
+        "kv_cache_memory": "256MiB",
+        "engine": ENGINE,
     }
+)
 
 
 @pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with started(tmp_path_factory.mktemp("scaling"), configured) as running:
-        yield running
+def platform(simulated_platform: Platform) -> Iterator[Platform]:
+    """The one that tests share, with this model beside its own."""
+    with simulated_platform.admin() as admin:
+        admin.post("/admin/v1/models", json=MODEL).raise_for_status()
+        wait_for(lambda: state(simulated_platform)["status"] == "ready", 120)
+        yield simulated_platform
+        admin.delete(f"/admin/v1/models/{NAME}").raise_for_status()
+        wait_for(lambda: model_state(simulated_platform, NAME) is None, 120)
 
 
 def state(platform: Platform) -> dict[str, Any]:
@@ -121,18 +119,3 @@ def test_a_number_that_an_operator_sets_holds_until_it_is_auto(platform: Platfor
     assert state(platform)["scaling"]["fixed"]
     assert set_replicas(platform, "auto") == 202
     assert not state(platform)["scaling"]["fixed"]
-
-
-def test_operators_have_a_port_of_their_own(platform: Platform) -> None:
-    """That of clients does not even say that there is more."""
-    paths = ("/admin/v1/state", "/metrics", "/console/")
-    with platform.admin() as operators, platform.http(platform.admin_token) as public:
-        assert operators.base_url != public.base_url
-        assert [operators.get(path).status_code for path in paths] == [200] * len(paths)
-        assert [public.get(path).status_code for path in paths] == [404] * len(paths)
-        assert [each.get("/ready").status_code for each in (operators, public)] == [200, 200]
-    with platform.http() as clients:
-        assert clients.get("/v1/models").status_code == 200
-        # The console's chat asks as clients do.
-        asked = clients.get(f"{platform.operators_url}/v1/models")
-        assert asked.json() == clients.get("/v1/models").json()

@@ -18,6 +18,9 @@ from tests.claims import CLAIMS
 from tests.groups import SHARED, group, put_in_group, put_in_order
 from tests.rings import Part
 
+# It takes long, so that it begins first.
+pytestmark = pytest.mark.xdist_group("runs of pytest")
+
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 
@@ -129,9 +132,9 @@ def test_who_has_one_of_its_own_or_shares_nothing_is_with_its_file() -> None:
     assert group_of("tests/integration/test_b.py::test_x", "tmp_path") == "integration/test_b.py"
 
 
-def test_clusters_of_nodes_are_one_after_the_other_and_unit_tests_anywhere() -> None:
+def test_clusters_of_nodes_are_one_after_the_other_and_unit_tests_share_nothing() -> None:
     assert group_of("tests/cluster/test_a.py::test_x", "platform", has=("platform",)) == "cluster"
-    assert group_of("tests/unit/test_a.py::test_x", "platform") == ""
+    assert group_of("tests/unit/test_a.py::test_x", "platform") == "unit/test_a.py"
 
 
 def test_a_file_may_say_where_it_belongs() -> None:
@@ -141,23 +144,33 @@ def test_a_file_may_say_where_it_belongs() -> None:
 def test_unit_tests_and_large_groups_come_first_and_who_takes_the_platforms_models_away_last() -> (
     None
 ):
-    e2e, unit = "tests/e2e/test_{}.py::test_{}", "tests/unit/test_u.py::test_u"
+    e2e, unit = "tests/e2e/test_{}.py::test_{}", "tests/unit/test_{}.py::test_{}"
     items = [
         Collected(e2e.format("a", 1), "platform"),
         Collected(e2e.format("own", 1), "platform", has=("platform",)),
-        Collected(unit),
-        Collected(unit, group="browser"),
+        Collected(unit.format("a", 1)),
+        Collected(unit.format("u", 1)),
+        Collected(unit.format("u", 2)),
+        Collected(unit.format("named", 1), group="browser"),
         Collected(e2e.format("b", 1), "platform"),
     ]
     put_in_order(cast(list[pytest.Item], items))
     places = [group(cast(pytest.Item, item)) for item in items]
-    assert places == ["browser", "", "platform", "platform", "e2e/test_own.py"]
+    units = ["browser", "unit/test_u.py", "unit/test_u.py", "unit/test_a.py"]
+    assert places == [*units, "platform", "platform", "e2e/test_own.py"]
 
 
+@pytest.fixture
+def _few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run of pytest's would take a second for those that such tests do not use."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
+
+
+@pytest.mark.usefixtures("_few_plugins")
 def test_each_part_is_run_and_its_time_told_whatever_came_of_those_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     for name, outcome in (("bad", "False"), ("good", "True")):
         (tmp_path / f"test_{name}.py").write_text(f"def test_it():\n    assert {outcome}\n")
     parts = [
@@ -176,6 +189,7 @@ def test_each_part_is_run_and_its_time_told_whatever_came_of_those_before(
     assert rings.main(["another"]) == 0
 
 
+@pytest.mark.usefixtures("_few_plugins")
 def test_few_tests_that_fail_are_run_again_alone_which_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +217,7 @@ def test_few_tests_that_fail_are_run_again_alone_which_is_told(
     assert rings.main(["ring"]) == 1
 
 
+@pytest.mark.usefixtures("_few_plugins")
 def test_a_group_of_tests_stays_in_one_process(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import os, pathlib, pytest\n"
@@ -211,8 +226,7 @@ def test_a_group_of_tests_stays_in_one_process(tmp_path: Path) -> None:
         "def test_it(number):\n"
         "    pathlib.Path(__file__).with_name(f'{os.getpid()}.pid').touch()\n"
     )
-    ((_, part, _),) = rings.RINGS["engines"]
-    assert Part("it", "not slow", (str(tmp_path),), 2, part.options).run().passed
+    assert Part("it", "not slow", (str(tmp_path),), 2, rings.GROUPS).run().passed
     assert len([*tmp_path.glob("*.pid")]) == 1
 
 

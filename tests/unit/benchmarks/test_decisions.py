@@ -7,6 +7,9 @@ import pytest
 from benchmarks.decision_cases import Fleet, decisions, picks, placing, proposing, tells
 from benchmarks.decisions import POLICIES, case
 
+# It takes long, so that it begins first.
+pytestmark = pytest.mark.xdist_group("decisions")
+
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_decisions_are_those_of_a_fleet_that_reports_and_drains(policy: str) -> None:

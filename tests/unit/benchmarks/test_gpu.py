@@ -17,6 +17,9 @@ from benchmarks.gpu import bundle
 from benchmarks.gpu.runner import Step, run
 from tests.waiting import PATIENCE_S
 
+# It takes long, so that it begins first.
+pytestmark = pytest.mark.xdist_group("steps on a GPU")
+
 ROOT = Path(__file__).parents[3]
 NO_TRITON = "Triton, which interprets and compiles the kernels, is not installed"
 GOOD = 'import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(\'{"summary": "fine"}\')'

@@ -119,7 +119,7 @@ def test_each_likeness_has_its_traces_rate_and_median_lengths() -> None:
 
 
 @given(
-    gaps=st.lists(st.floats(0, 1e3), min_size=4, max_size=40).filter(lambda gaps: min(gaps) > 1e-3),
+    gaps=st.lists(st.floats(1e-3, 1e3, exclude_min=True), min_size=4, max_size=40),
     share=st.floats(0.1, 1),
     rate=st.floats(0.1, 100),
     seed=st.text(max_size=3),

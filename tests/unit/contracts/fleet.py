@@ -38,6 +38,7 @@ from loomserve.platform.state import (
 from tests.peft_folders import write_adapter
 from tests.unit.contracts.one_process import OneProcessServe
 from tests.unit.deployments.kvstore.test_admin import write
+from tests.unit.loggers import loggers_as_they_were
 from tests.unit.platform.fleet.heartbeats import borrowing, loan, report
 from tests.waiting import PATIENCE_S, within
 
@@ -192,7 +193,10 @@ def whole_platform(folder: Path, run: Path) -> Iterator[WholePlatform]:
     assert store.problem() is None
     write(options, "org/hot")
     try:
-        with OneProcessServe(folder, starts=lambda app: not app.startswith("model:org")):
+        with (
+            loggers_as_they_were(),
+            OneProcessServe(folder, starts=lambda app: not app.startswith("model:org")),
+        ):
             replicas = {model.name: 1 for model in config.models} | {"org/cold": 2}
             controller = run_platform(config, replicas, "internal", str(folder), options, {})
             platform = WholePlatform(controller, port, folder, _reports(config, folder))

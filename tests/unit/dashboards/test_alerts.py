@@ -13,6 +13,9 @@ import yaml
 
 from tests.unit.dashboards.catalog import ROOT, catalog, problems
 
+# It takes long, so that it begins first.
+pytestmark = pytest.mark.xdist_group("alerts")
+
 FILE = ROOT / "dashboards/alerts.yaml"
 RUNBOOKS = ROOT / "docs/runbooks.md"
 CASES = Path(__file__).with_name("alerts_test.yaml")

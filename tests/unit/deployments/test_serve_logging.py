@@ -17,8 +17,7 @@ from ray.serve._private.logging_utils import configure_component_logger
 from loomserve.deployments.serve_options import log_requests, serve_logging
 from loomserve.platform.base.request_logs import LoggedRequest, logged_request
 from loomserve.platform.config import LogFormat
-
-LOGGERS = ("ray.serve", "loomserve", "opentelemetry")
+from tests.unit.loggers import loggers_as_they_were
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +26,8 @@ def _loggers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(builtins, "print", print)
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
-    loggers = [logging.getLogger(name) for name in LOGGERS]
-    kept = [(each, each.handlers[:], each.propagate, each.level) for each in loggers]
-    yield
-    for each, handlers, propagate, level in kept:
-        each.handlers[:], each.propagate = handlers, propagate
-        each.setLevel(level)
+    with loggers_as_they_were():
+        yield
 
 
 def logged_lines(folder: Path, log_format: LogFormat) -> list[str]:

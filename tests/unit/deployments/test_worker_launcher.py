@@ -141,7 +141,7 @@ def test_without_a_fork_server_the_launcher_becomes_the_worker(
         found = told(launched)
         check_is_the_worker(found, script)
         assert found["pid"] == launched.pid
-        _, err = launched.communicate(timeout=30)
+        _, err = launched.communicate(timeout=PATIENCE_S)
         assert launched.returncode == 4
         assert ("no fork server" in err) == (why == "ended")
 

@@ -26,7 +26,9 @@ from loomserve.platform.requests.endpoints import ENDPOINTS
 from loomserve.platform.run.ray_environment import OBJECT_STORE_BYTES
 from tests.unit.kubernetes.chart import (
     CHART,
+    DUMPER,
     FOLDERS,
+    LOADER,
     ROOT,
     Manifest,
     environment,
@@ -39,6 +41,9 @@ from tests.unit.kubernetes.chart import (
 )
 from tests.unit.kubernetes.operator_rules import broken_rules
 from tests.unit.kubernetes.schemas import NEWEST, OLDEST, OTHERS, problems
+
+# One process renders the chart, and reads Kubernetes' schemas.
+pytestmark = pytest.mark.xdist_group("chart")
 
 WEIGHTS = {"smollm2-135m": 270 * 10**6, "qwen3-8b": 16_400 * 10**6, "qwen3-32b": 65_600 * 10**6}
 NAMES = [folder.name for folder in FOLDERS]
@@ -147,12 +152,12 @@ def test_helm_has_nothing_to_remark() -> None:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
 def test_kubectl_reads_what_is_rendered(manifests: list[Manifest], tmp_path: Any) -> None:
-    (tmp_path / "all.yaml").write_text(yaml.safe_dump_all(manifests))
+    (tmp_path / "all.yaml").write_text(yaml.dump_all(manifests, Dumper=DUMPER))
     (tmp_path / "kustomization.yaml").write_text("resources: [all.yaml]\n")
     built = subprocess.run(
         ["kubectl", "kustomize", str(tmp_path)], capture_output=True, text=True, check=True
     )
-    assert len(list(yaml.safe_load_all(built.stdout))) == len(manifests)
+    assert len(list(yaml.load_all(built.stdout, Loader=LOADER))) == len(manifests)
 
 
 @pytest.mark.parametrize("name", NAMES)

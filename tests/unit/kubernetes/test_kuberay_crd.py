@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 import yaml
 
-from tests.unit.kubernetes.chart import FOLDERS, Manifest, only, render, values_of
+from tests.unit.kubernetes.chart import FOLDERS, LOADER, Manifest, only, render, values_of
 
 FILE = os.environ.get("KUBERAY_CRD")
 MODES = [path.name for path in FOLDERS if path.name.startswith("nodes")]
@@ -38,8 +38,7 @@ def strict(schema: Any) -> Any:
 @cache
 def definition() -> jsonschema.Draft202012Validator:
     # The C parser takes a second for its 20,000 lines, the other one twenty.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    versions = yaml.load(Path(FILE or "").read_text(), Loader=loader)["spec"]["versions"]
+    versions = yaml.load(Path(FILE or "").read_text(), Loader=LOADER)["spec"]["versions"]
     (found,) = (each for each in versions if each["name"] == "v1")
     schema = strict(found["schema"]["openAPIV3Schema"])
     schema["properties"]["metadata"] = {"type": "object"}

@@ -12,6 +12,9 @@ from tests.unit.kubernetes.chart import helm, merged, only, render, values_of
 from tests.unit.kubernetes.operator_rules import broken_rules
 from tests.unit.kubernetes.schemas import problems
 
+# One process renders the chart, and reads Kubernetes' schemas.
+pytestmark = pytest.mark.xdist_group("chart")
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no configuration": ("node-cpu", {"config": ""}, "config is missing"),
     "another configuration": ("node-cpu", {"config": "devices: []\n"}, "another configuration"),

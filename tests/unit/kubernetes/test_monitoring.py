@@ -15,6 +15,9 @@ from dashboards.__main__ import FOLDER, write_for_chart
 from loomserve.platform.config.loader import parse
 from tests.unit.kubernetes.chart import CHART, Manifest, merged, only, pods, render, values_of
 
+# One process renders the chart, and reads Kubernetes' schemas.
+pytestmark = pytest.mark.xdist_group("chart")
+
 ALERTS = FOLDER / "alerts.yaml"
 WATCHED: dict[str, Any] = {"monitoring": {"enabled": True, "rules": {"enabled": True}}}
 MODES = ("node-cpu", "nodes-gpu")

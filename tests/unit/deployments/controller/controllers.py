@@ -112,7 +112,7 @@ async def end(controller: Controller) -> None:
 async def until(holds: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.01)
 
 
 async def told(answer: Awaitable[Reply[Any]]) -> Any:

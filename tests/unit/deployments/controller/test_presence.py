@@ -29,6 +29,9 @@ from tests.unit.deployments.controller.controllers import (
 )
 from tests.unit.platform.fleet.heartbeats import report
 
+# It takes long, so that it begins first.
+pytestmark = pytest.mark.xdist_group("presence")
+
 GIB = 2**30
 HERE = Model(name="here", source="demo", devices=("core0",))
 AWAY = HERE.model_copy(update={"name": "away", "start": "on_demand"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,7 @@ class Tells:
         await JSONResponse({"is": self._name or scope["path"], "raw": raw})(scope, receive, send)
 
 
+@functools.cache
 def gateway_app() -> Any:
     """The application of a gateway whose parts tell their names."""
     names = ("list_models", "retrieve_model", "ready", "takes_clients")

@@ -44,7 +44,7 @@ from tests.unit.kvstore.server.test_server import (
     started,
 )
 
-FRAMES = 10_000
+FRAMES = 5_000
 MEMORY_BYTES = 64 * 2**20
 
 

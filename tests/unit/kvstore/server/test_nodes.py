@@ -41,6 +41,9 @@ from tests.unit.kvstore.server.test_server import (
 from tests.unit.stopping import stopped
 from tests.waiting import PATIENCE_S, fastest, within
 
+# It takes long, so that it begins first.
+pytestmark = pytest.mark.xdist_group("stores of nodes")
+
 TOKEN = "the run's token"
 BLOCK_S = 0.1
 """An engine so slow that every fetch is worth it."""

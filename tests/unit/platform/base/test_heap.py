@@ -23,7 +23,8 @@ def _as_before() -> Iterator[None]:
     thresholds = gc.get_threshold()
     yield
     gc.set_threshold(*thresholds)
-    gc.unfreeze()
+    # All tests' modules are left alone, too.
+    gc.freeze()
 
 
 def test_what_is_there_is_left_alone_until_it_is_settled_again() -> None:

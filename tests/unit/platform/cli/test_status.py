@@ -291,7 +291,7 @@ def test_a_platform_without_models_says_so() -> None:
     assert "No model is loaded." in printed(STATE.model_copy(update={"models": ()}))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=10)
 @given(st.builds(PlatformState, uptime_s=st.floats(0, 1e9)))
 def test_every_state_can_be_rendered_and_names_its_models(state: PlatformState) -> None:
     assert "Models" in printed(state)

@@ -19,6 +19,9 @@ from loomserve.platform.nodes.node import NodeOptions, start_command
 from loomserve.platform.run.folder import RunFolder
 from tests.waiting import PATIENCE_S
 
+# It takes long, so that it begins first.
+pytestmark = pytest.mark.xdist_group("nodes")
+
 OPTIONS = NodeOptions(
     name="n1", head=("10.0.0.1", 6379), is_head=False, ip="10.0.0.2", token="t" * 32
 )

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 # The child holds the interpreter's lock for a minute, or asks once its parent has ended.
 PARENT = """
 import ctypes, multiprocessing, os, sys, time
@@ -43,7 +45,7 @@ def test_a_child_ends_with_a_parent_that_is_killed(child: str, tmp_path: Path) -
     time.sleep(0.2)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    gone, alive = psutil.wait_procs([left], timeout=15)
+    gone, alive = psutil.wait_procs([left], timeout=PATIENCE_S)
     for process in alive:
         process.kill()
     assert gone == [left]

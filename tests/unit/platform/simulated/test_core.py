@@ -33,6 +33,9 @@ from loomserve.platform.simulated.options import SIMULATED_CONFIG
 from loomserve.platform.state.load_report import LoadReport, read_load_report
 from tests.waiting import PATIENCE_S as TIMEOUT_S
 
+# It takes long, so that it begins first.
+pytestmark = pytest.mark.xdist_group("simulated engines")
+
 OPTIONS = {
     "kv_cache_memory_bytes": 2**28,
     "max_model_len": 4096,

@@ -11,6 +11,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +29,38 @@ from loomserve.platform.run.folder import RUN_VARIABLE
 from tests.fork_servers import fork_server_of, kill
 from tests.waiting import PATIENCE_S, within
 
+# It takes long, so that it begins first.
+pytestmark = pytest.mark.xdist_group("hosts")
+
+CHILD = "tests.unit.platform.engine.core.fake_engine"
+
 
 @pytest.fixture(autouse=True)
 def _child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_CHILD", "tests.unit.platform.engine.core.fake_engine")
+    monkeypatch.setattr(process, "_CHILD", CHILD)
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[tuple[str, KeptForkServer]]:
+    """One that no test ends, for it takes a second to start."""
+    with fork_server_of([CHILD]) as started:
+        yield started
 
 
 @pytest.fixture(autouse=True, params=["spawned", "forked"])
 def fork_server(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[KeptForkServer | None]:
-    """All of it holds of an engine that a fork server has forked, and of one that is spawned."""
+    """All of it holds of an engine that a fork server has forked, and of one that is spawned.
+
+    ``apart`` is one of a test's own, which may end or stop it.
+    """
     monkeypatch.delenv(RUN_VARIABLE, raising=False)
     if request.param == "spawned":
         yield None
         return
-    with fork_server_of([process._CHILD]) as (folder, server):
+    own = fork_server_of([CHILD]) if request.param == "apart" else None
+    with own or nullcontext(request.getfixturevalue("kept")) as (folder, server):
         monkeypatch.setenv(RUN_VARIABLE, folder)
         yield server
 
@@ -214,10 +231,10 @@ def test_an_engine_that_computes_or_has_nothing_to_do_is_not_wedged(tmp_path: Pa
         async def tell(why: str) -> None:
             told.append(why)
 
-        watch = asyncio.create_task(engine.end_if_wedged(tell, limit_s=1, look_s=0.2))
-        await asyncio.sleep(2)
+        watch = asyncio.create_task(engine.end_if_wedged(tell, limit_s=0.5, look_s=0.1))
+        await asyncio.sleep(1)
         # Far longer than the limit, and beside neighbours longer still.
-        await call(engine, "compute", 3, timeout_s=PATIENCE_S)
+        await call(engine, "compute", 1.5, timeout_s=PATIENCE_S)
         assert await call(engine, "echo", 1) == [[1]]
         assert (told, watch.done()) == ([], False)
         os.kill(engine.pid, signal.SIGKILL)
@@ -229,7 +246,7 @@ def test_an_engine_that_computes_or_has_nothing_to_do_is_not_wedged(tmp_path: Pa
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("fork_server", ["forked"], indirect=True)
+@pytest.mark.parametrize("fork_server", ["apart"], indirect=True)
 def test_a_forked_engine_outlives_its_fork_server_and_the_next_waits_for_another(
     tmp_path: Path, fork_server: KeptForkServer
 ) -> None:
@@ -252,7 +269,7 @@ def test_a_forked_engine_outlives_its_fork_server_and_the_next_waits_for_another
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("fork_server", ["forked"], indirect=True)
+@pytest.mark.parametrize("fork_server", ["apart"], indirect=True)
 def test_an_engine_that_no_fork_server_takes_is_spawned(
     tmp_path: Path, fork_server: KeptForkServer
 ) -> None:
@@ -271,7 +288,7 @@ def test_an_engine_that_no_fork_server_takes_is_spawned(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("fork_server", ["forked"], indirect=True)
+@pytest.mark.parametrize("fork_server", ["apart"], indirect=True)
 @pytest.mark.parametrize("server_ends", [False, True])
 def test_a_forked_engine_that_does_not_look_ends_with_its_replica_nevertheless(
     tmp_path: Path, fork_server: KeptForkServer, server_ends: bool
@@ -309,7 +326,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.parametrize("fork_server", ["forked"], indirect=True)
+@pytest.mark.parametrize("fork_server", ["apart"], indirect=True)
 def test_an_engine_whose_replica_ended_while_it_was_asked_for_does_not_begin(
     tmp_path: Path, fork_server: KeptForkServer
 ) -> None:
@@ -337,7 +354,7 @@ forking.fork(sys.argv[1], ["forked"], os.environ, 0, 30)
     within(30, lambda: not engines())
 
 
-@pytest.mark.parametrize("fork_server", ["forked"], indirect=True)
+@pytest.mark.parametrize("fork_server", ["apart"], indirect=True)
 def test_a_fork_server_bears_that_engines_and_replicas_end_at_once(
     tmp_path: Path, fork_server: KeptForkServer
 ) -> None:

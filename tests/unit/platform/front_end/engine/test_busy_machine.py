@@ -21,6 +21,9 @@ from tests.unit.platform.front_end.engine.scene import (
     until,
 )
 
+# It takes long, so that it begins first.
+pytestmark = pytest.mark.xdist_group("busy machine")
+
 # Of these the second until it is looked at, and a tick or two, count whole.
 SHORT = replace(BOUNDS, silence_s=3, hang_s=20)
 BEATS = replace(BOUNDS, silence_s=20, hang_s=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -52,7 +51,6 @@ def server() -> Iterator[Answering]:
     heap.keep_heap()
     yield made
     made.close()
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("name", ASKED)

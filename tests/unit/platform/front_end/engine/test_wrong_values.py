@@ -20,7 +20,7 @@ MOST_MEMORY = 64 * 2**20
 """That all these requests may add to what the process has at once."""
 MOST_S = 0.2
 """Processor time of one request, of all threads."""
-EACH = int(os.environ.get("LOOMSERVE_WRONG_VALUES", "4"))
+EACH = int(os.environ.get("LOOMSERVE_WRONG_VALUES", "2"))
 """Values that each field gets of those below; with 1000, all of them, there are 12,000 requests."""
 
 CHAT, MESSAGES = "/v1/chat/completions", [{"role": "user", "content": "Hello"}]

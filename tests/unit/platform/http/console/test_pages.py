@@ -16,7 +16,9 @@ from tests.browser import (
     log_in,
     open_page,
     picture,
+    shown,
     tab,
+    window,
 )
 from tests.unit.platform.http.console.made_up import (
     ENDED,
@@ -69,9 +71,16 @@ def platform() -> Iterator[MadeUp]:
         yield platform
 
 
+@pytest.fixture(scope="module")
+def windows(running: Any) -> Iterator[dict[str, Any]]:
+    """One of each kind for all tests, whose platforms have each a store of its own there."""
+    with window(running, **DESKTOP) as desktop, window(running, **PHONE) as phone:
+        yield {"desktop": desktop, "phone": phone}
+
+
 @pytest.fixture
-def page(running: Any, platform: MadeUp) -> Iterator[Any]:
-    with tab(running, platform.url, **DESKTOP) as page:
+def page(windows: dict[str, Any], platform: MadeUp) -> Iterator[Any]:
+    with shown(page := windows["desktop"], platform.url):
         log_in(page, TOKEN)
         yield page
 
@@ -80,18 +89,18 @@ def shows(page: Any, text: str) -> None:
     page.get_by_text(text).first.wait_for()
 
 
-@pytest.mark.parametrize("options", [DESKTOP, PHONE], ids=["desktop, light", "phone, dark"])
+@pytest.mark.parametrize("size", ["desktop", "phone"])
 def test_each_page_shows_what_there_is_and_can_be_read(
-    running: Any, platform: MadeUp, options: dict[str, Any]
+    windows: dict[str, Any], platform: MadeUp, size: str
 ) -> None:
-    with tab(running, platform.url, **options) as page:
+    with shown(page := windows[size], platform.url):
         check_readable(page)
         log_in(page, TOKEN)
         for name, (heading, text) in PAGES.items():
             open_page(page, name, heading)
             shows(page, text)
             check_readable(page)
-            if options is DESKTOP and name in PICTURED:
+            if size == "desktop" and name in PICTURED:
                 picture(page, PICTURED[name])
 
 
@@ -335,9 +344,9 @@ def test_the_keyboard_alone_leads_everywhere(page: Any) -> None:
     assert page.evaluate("document.activeElement.id") == "main"
 
 
-def test_many_models_are_shown(running: Any) -> None:
+def test_many_models_are_shown(windows: dict[str, Any]) -> None:
     platform = MadeUp(more_models=60)
-    with served(platform.app) as url, tab(running, url, **PHONE) as page:
+    with served(platform.app) as url, shown(page := windows["phone"], url):
         log_in(page, TOKEN)
         open_page(page, "models", "Models")
         shows(page, "65 models, 1 alias")

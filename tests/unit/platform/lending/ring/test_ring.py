@@ -37,6 +37,9 @@ from loomserve.platform.lending.ring.words import LINE_WORDS, Closed, ControlLin
 from tests.unit.stopping import stop
 from tests.waiting import PATIENCE_S
 
+# The processes of both files are forked from one that has imported vLLM.
+pytestmark = pytest.mark.xdist_group("rings")
+
 BLOCK = 32
 BLOCKS = 12
 ABREAST = Rows(3, BLOCKS // 3)
@@ -873,8 +876,8 @@ def borrow(path: Path, ready: Connection) -> None:
 
 
 PROCESSES = mp.get_context("forkserver")
-# So that vLLM is imported once for all of them.
-PROCESSES.set_forkserver_preload(["vllm._custom_ops"])
+# So that vLLM and this module are imported once for all of them.
+PROCESSES.set_forkserver_preload(["vllm._custom_ops", __name__])
 
 
 @contextmanager

@@ -26,6 +26,9 @@ from loomserve.platform.lending.ring.words import Closed
 from tests.unit.platform.lending.ring.test_ring import shm, started
 from tests.waiting import PATIENCE_S
 
+# The processes of both files are forked from one that has imported vLLM.
+pytestmark = pytest.mark.xdist_group("rings")
+
 __all__ = ["shm"]
 
 TASKS = 10_000

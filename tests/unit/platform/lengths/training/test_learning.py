@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.ensemble import RandomForestRegressor
 
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
@@ -30,6 +33,9 @@ from loomserve.platform.lengths.training.samples import Sample, folds_of
 from loomserve.platform.lengths.training.versions import PredictorVersions, TrainingSet
 from tests.unit.platform.lengths import lengths_folder
 from tests.waiting import PATIENCE_S
+
+# It takes long, so that it begins first.
+pytestmark = pytest.mark.xdist_group("learning")
 
 LEARNT, HELD_OUT = "000000000001", "000000000004"
 
@@ -165,17 +171,33 @@ def forest(kind: str, given: TrainingSet) -> Head:
     return fit.fit(kind, given.rows, given.tokens, given.weights)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _small_forests() -> Iterator[None]:
+    """Of 30 trees, which are enough for these samples, and a third of the work."""
+
+    def small(_: int, **more: Any) -> RandomForestRegressor:
+        return RandomForestRegressor(30, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit, "RandomForestRegressor", small)
+        yield
+
+
 @pytest.fixture(scope="module")
 def embeddings(tmp_path_factory: pytest.TempPathFactory) -> TokenEmbeddings:
     return TokenEmbeddings(lengths_folder.make(tmp_path_factory.mktemp("model")))
 
 
-@pytest.fixture
-def versions(tmp_path: Path, embeddings: TokenEmbeddings) -> PredictorVersions:
+@pytest.fixture(scope="module")
+def trained(embeddings: TokenEmbeddings) -> tuple[Any, ...]:
     samples = lengths_folder.samples(300)
-    folds = folds_of(samples)
+    return fit.train("magnus", samples, folds_of(samples), embeddings, calibrate_on=0)
+
+
+@pytest.fixture
+def versions(tmp_path: Path, trained: tuple[Any, ...]) -> PredictorVersions:
     versions = PredictorVersions(tmp_path / "smollm2")
-    versions.publish(*fit.train("magnus", samples, folds, embeddings, calibrate_on=0))
+    versions.publish(*trained)
     return versions
 
 

@@ -24,6 +24,9 @@ from loomserve.platform.lengths.training.samples import folds_of
 from loomserve.platform.lengths.training.versions import TrainingSet
 from tests.unit.platform.lengths import lengths_folder
 
+# It takes long, so that it begins first.
+pytestmark = pytest.mark.xdist_group("training")
+
 
 @pytest.fixture(scope="module")
 def embeddings(tmp_path_factory: pytest.TempPathFactory) -> TokenEmbeddings:
