@@ -18,7 +18,7 @@ from loomserve.deployments.ray_node import node_address
 from loomserve.kvstore.server.options import left_behind
 from loomserve.platform.base.errors import LoomserveError, StartError
 from loomserve.platform.config import Config, Device
-from loomserve.platform.devices.gpus import Gpu, check_devices, gpus_here
+from loomserve.platform.devices.gpus import Gpu, apart_here, check_devices, gpus_here
 from loomserve.platform.devices.machine import (
     MachineParts,
     available_memory,
@@ -27,6 +27,7 @@ from loomserve.platform.devices.machine import (
 )
 from loomserve.platform.devices.memory import check_shared_memory, gpus_of, is_on_gpus
 from loomserve.platform.engine.hooks import verify
+from loomserve.platform.fleet.lending_pairs import check_reach
 from loomserve.platform.models import catalog
 from loomserve.platform.nodes.resources import name_in, on_devices, on_node
 from loomserve.platform.placement import model_files
@@ -162,6 +163,7 @@ def _checked(config: Config, name: str, base: Path) -> NodeReport:
     models = {at: each for at, each in enumerate(config.models) if names & {*each.devices}}
     gpus = gpus_here()
     check_devices(config.devices, name, gpus)
+    check_reach(config, name, apart_here())
     check_compiler(models.values())
     _check_affinity(mine)
     weights, gpu_devices = {}, gpus_of(config.devices)

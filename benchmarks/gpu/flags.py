@@ -12,7 +12,7 @@ from benchmarks.gpu.step import HAS_GPU, Results, captured, host_times_us, main,
 import torch
 import triton.language as tl
 
-from loomserve.platform.lending.cuda.kernel import INTERPRETED, kernel, now_ns, rest
+from loomserve.platform.lending.cuda.kernel import INTERPRETED, kernel, now_ns, release, rest
 
 ROUNDS = 1000
 PATIENCE_NS = 2_000_000_000
@@ -36,13 +36,13 @@ def ping_pong(
     while (number < rounds) & (alive != 0):
         number += 1
         if first != 0:
-            tl.atomic_xchg(other, number, sem="release", scope="sys")
+            release(other, number)
         while (tl.atomic_add(own, 0, sem="acquire", scope="sys") != number) & (alive != 0):
             if now_ns() - begin > PATIENCE:
                 alive = tl.full((), 0, tl.int32)
             rest()
         if first == 0:
-            tl.atomic_xchg(other, number, sem="release", scope="sys")
+            release(other, number)
     tl.store(times, begin)
     tl.store(times + 1, tl.where(alive != 0, now_ns(), 0))
 

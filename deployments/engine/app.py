@@ -35,11 +35,20 @@ from loomserve.platform.state.lending_options import LENDING_CONFIG
 _BEGIN_TIMEOUT_S = 20.0
 # vLLM takes an empty list for all hosts; no host's name has a space.
 _NO_HOST = "no host"
-_LENDING_OPTIONS = {
-    "worker_cls": "loomserve.platform.lending.engine.cpu_worker.RemoteAttentionWorker",
+_LENDING_OPTIONS: dict[str, Any] = {
     "scheduler_cls": "loomserve.platform.lending.engine.scheduler.make_scheduler",
-    # A lender looks for tasks between its model's operators.
+    # A lender looks for tasks between its model's operators; on a GPU no graph holds a step whose
+    # rows are divided each time.
     "enforce_eager": True,
+}
+# By the kind of device, whose worker says what carries a loan's rows.
+_LENDING_ON: dict[str, dict[str, Any]] = {
+    "cpu": {"worker_cls": "loomserve.platform.lending.engine.cpu_worker.RemoteAttentionWorker"},
+    "cuda": {
+        "worker_cls": "loomserve.platform.lending.engine.gpu_worker.RemoteAttentionGpuWorker",
+        "async_scheduling": False,
+        "attention_backend": "FLASH_ATTN",
+    },
 }
 
 
@@ -107,7 +116,10 @@ def _engine_options(spec: EngineSpec) -> dict[str, Any]:
     }
     if not model.is_simulated:
         options["scheduler_cls"] = "loomserve.platform.engine.scheduler.make_scheduler"
-        options |= _cpu_options() if spec.devices[0].kind == "cpu" else _cuda_options(model)
+        kind = spec.devices[0].kind
+        options |= _cpu_options() if kind == "cpu" else _cuda_options(model)
+        if spec.lending:
+            options |= _LENDING_OPTIONS | _LENDING_ON[kind]
     if model.revision:
         options["revision"] = model.revision
     options |= model.engine
@@ -118,7 +130,6 @@ def _engine_options(spec: EngineSpec) -> dict[str, Any]:
         ADDITIONAL_CONFIG: spec.scheduling.model_dump(),
     }
     if spec.lending:
-        options |= _LENDING_OPTIONS
         additional[LENDING_CONFIG] = spec.lending.model_dump()
     if simulated := model.simulated or (Simulated() if model.is_simulated else None):
         additional[SIMULATED_CONFIG] = simulated.model_dump()
@@ -155,8 +166,10 @@ def _cuda_options(model: Model) -> dict[str, Any]:
 def _environment(spec: EngineSpec, engine_options: Mapping[str, Any]) -> dict[str, str]:
     environment = dict(VLLM_ENVIRONMENT)
     if spec.devices[0].kind != "cpu":
+        # Only the first sorts rows by their lenders.
+        runner = 1 if spec.lending else spec.model.model_runner
         del environment["VLLM_USE_V2_MODEL_RUNNER"]
-        if (runner := spec.model.model_runner) is not None:
+        if runner is not None:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = str(runner - 1)
         return environment
     # On a CPU, vLLM 0.29 could not load what this saves ("no attribute 'finalize_loading'") and

@@ -53,6 +53,11 @@ class Lending(Section):
         description="Of a lender: its p99 time per output token may be at most so many times "
         "the undisturbed one.",
     )
+    experimental: bool = Field(
+        False,
+        description="Lend between GPUs, too, where it has not shown a gain yet; cores need no such "
+        "word.",
+    )
 
     @model_validator(mode="after")
     def _lends_or_borrows(self) -> Lending:

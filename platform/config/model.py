@@ -17,7 +17,6 @@ _ALLOWED_WITH_LENDING: dict[str, tuple[tuple[object, ...], str]] = {
     "kv_cache_dtype": (("auto",), "attention that is lent knows no quantised KV"),
     "enforce_eager": ((True,), "a compiled model cannot look for tasks between its operators"),
     "distributed_executor_backend": (("mp",), "loans are opened through our own executor"),
-    "worker_cls": ((), "a model that lends or borrows has a worker of ours"),
 }
 
 # Fields of a model that a pipeline does not allow, and why.

@@ -15,6 +15,7 @@ from loomserve.platform.config.cluster import Cluster
 from loomserve.platform.config.devices import Device
 from loomserve.platform.config.elastic import Elastic
 from loomserve.platform.config.kvstore import KvStore
+from loomserve.platform.config.lending import Lending
 from loomserve.platform.config.model import Model
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.config.server import Server
@@ -25,6 +26,13 @@ _KV_TRANSFER_OPTIONS = ("kv_transfer_config", "kv_offloading_size")
 
 # vLLM's options that divide an engine among several GPUs.
 _PARALLEL_OPTIONS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
+# Values that lending allows on GPUs for options of vLLM's engine, and why.
+_ALLOWED_WITH_LENDING_ON_GPUS: dict[str, tuple[tuple[object, ...], str]] = {
+    "async_scheduling": ((False,), "a step is planned once it is known that its loans still hold"),
+    "enable_sleep_mode": ((False,), "KV memory that is lent by the page would stay in sleep"),
+    "attention_backend": (("FLASH_ATTN",), "FlashAttention alone leaves rows to lenders"),
+}
 
 
 class Config(Section):
@@ -295,11 +303,7 @@ def _check_model_devices(config: Config, index: int, model: Model) -> None:
 def _check_on_gpus(index: int, model: Model) -> None:
     """What works on CPU devices only, or would fail when vLLM starts."""
     if model.lending is not None:
-        raise FieldError(
-            f"model {model.name!r} runs on GPUs, and lending works on CPU devices only, "
-            "not yet on GPUs: its ring, mapped memory and attention are the host's. Leave it out",
-            ("models", index, "lending"),
-        )
+        _check_lending_on_gpus(index, model, model.lending)
     for option in _PARALLEL_OPTIONS:
         if model.engine.get(option, 1) != 1:
             raise FieldError(
@@ -307,6 +311,41 @@ def _check_on_gpus(index: int, model: Model) -> None:
                 "to divide itself among: leave it out, or give the model several devices and "
                 "pipeline",
                 ("models", index, "engine", option),
+            )
+
+
+def _check_lending_on_gpus(index: int, model: Model, lending: Lending) -> None:
+    """What lending lacks between GPUs; layers are refused as a plan is made, and GPUs that do not
+    reach each other's memory when the platform starts."""
+    place = ("models", index, "lending")
+    on = f"model {model.name!r} runs on GPUs"
+    if lending.auto:
+        raise FieldError(
+            f"{on}, where no gain has been measured yet, without which nothing is lent by itself: "
+            "name lend_memory or borrow_memory, with experimental: true, or leave lending out",
+            place,
+        )
+    if not lending.experimental:
+        raise FieldError(
+            f"{on}, between which lending has not shown a gain yet, and costs CUDA graphs and "
+            "asynchronous scheduling: set lending.experimental: true to try it, or leave it out",
+            place,
+        )
+    if model.idle_rules is not None:
+        raise FieldError(
+            f"{on}, and KV memory that is lent by the page is not given back in sleep: set pinned: "
+            "true, or leave lending out",
+            place,
+        )
+    if model.model_runner == 2:
+        raise FieldError(
+            "vLLM's second model runner does not sort requests by lender: leave it out, or lending",
+            ("models", index, "model_runner"),
+        )
+    for option, (allowed, why) in _ALLOWED_WITH_LENDING_ON_GPUS.items():
+        if option in model.engine and model.engine[option] not in allowed:
+            raise FieldError(
+                f"{why}: leave it out, or lending", ("models", index, "engine", option)
             )
 
 

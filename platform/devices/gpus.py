@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,24 @@ def gpus_here() -> dict[int, Gpu]:
     told = subprocess.run(asked, capture_output=True, text=True, check=False)
     rows = [line.split(",") for line in told.stdout.splitlines() if told.returncode == 0]
     return {int(index): Gpu(_bytes(total), _bytes(free)) for index, total, free in rows}
+
+
+def apart_here() -> dict[tuple[int, int], str]:
+    """Pairs of this machine's GPUs of which the first does not reach the second's memory, with the
+    driver's word for why; none where it says nothing."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return {}
+    told = subprocess.run([tool, "topo", "-p2p", "r"], capture_output=True, text=True, check=False)
+    # Its first line is underlined.
+    lines = [re.sub(r"\x1b\[\d*m", "", line).split() for line in told.stdout.splitlines()]
+    head, *rows = [line for line in lines if line and re.fullmatch(r"GPU\d+", line[0])] or [[]]
+    return {
+        (int(row[0].removeprefix("GPU")), int(other.removeprefix("GPU"))): word
+        for row in rows
+        for other, word in zip(head, row[1:], strict=False)
+        if word not in ("X", "OK")
+    }
 
 
 def vllm_is_for() -> Literal["cpu", "cuda"]:

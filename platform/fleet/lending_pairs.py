@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
+from itertools import product
 
-from loomserve.platform.config import Model
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.config import Config, Model
 from loomserve.platform.fleet.messages import LenderReplica
 from loomserve.platform.fleet.pairing import paired
 from loomserve.platform.fleet.registry import Registry
@@ -49,6 +51,24 @@ def lending_options(model: Model, models: Iterable[Model]) -> LendingOptions | N
         lenders=max(1, len(given.lenders) or len(lenders_of(model, models))),
         **same,
     )
+
+
+def check_reach(config: Config, node: str, apart: Mapping[tuple[int, int], str]) -> None:
+    """Raises StartError, which names the field, if a GPU of ``node`` would borrow from one whose
+    memory it does not reach: ``apart`` has such pairs, with the driver's word for why."""
+    gpus = {each.name: each.gpu for each in config.devices if each.on == node}
+    of = {each.name: each.devices for each in config.models}
+    for index, model in enumerate(config.models):
+        for lender in lenders_of(model, config.models):
+            for device, other in product(model.devices, of[lender]):
+                one, there = gpus.get(device), gpus.get(other)
+                if one is not None and there is not None and (one, there) in apart:
+                    raise StartError(
+                        f"models[{index}].lending: model {model.name!r} on GPU {one} cannot borrow "
+                        f"from {lender!r} on GPU {there}, whose memory it does not reach "
+                        f"(nvidia-smi topo -p2p r: {apart[one, there]}): give them GPUs that say "
+                        "OK there, or leave lending out"
+                    )
 
 
 class FoundPairs:

@@ -6,7 +6,7 @@ in monotonic seconds, since the time of day may step between two heartbeats.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -72,7 +72,8 @@ def measured(
             whole.append(complete)
     if missing or profile is None:
         return Measured(None, tuple(missing), seen.scaled)
-    engines = tuple(engine for each in whole for engine in _engines(fleet, each, monotonic_s))
+    gpus = {device.name for device in devices if device.kind == "cuda"}
+    engines = tuple(engine for each in whole for engine in _engines(fleet, each, gpus, monotonic_s))
     targets = fleet.registry.targets()
     snapshot = Snapshot(
         at_s=at_s,
@@ -125,7 +126,9 @@ def _device(
     )
 
 
-def _engines(fleet: Fleet, each: _Complete, now: float) -> Iterator[EngineSnapshot]:
+def _engines(
+    fleet: Fleet, each: _Complete, gpus: Container[str], now: float
+) -> Iterator[EngineSnapshot]:
     """The replica as one engine; a pipeline as one for each stage, none of which moves."""
     report, load, facts, rates = each.heartbeat, each.load, each.footprint, each.rates
     # What waits asks for as much as what runs is given.
@@ -164,7 +167,7 @@ def _engines(fleet: Fleet, each: _Complete, now: float) -> Iterator[EngineSnapsh
         tpot_s=max(load.pace.output_token_s if load.pace else load.step_time_s, _LEAST_TPOT_S),
         sync_s=load.step_time_s,
         drain_s=load.pace.request_s if load.pace else 0.0,
-        movable=frozenset(MoveKind if lending else ()),
+        movable=_movable(on_gpu=report.device in gpus) if lending else frozenset(),
         # A plan can move requests to lenders with a limit. Without one, the borrower itself decides
         # how far its requests go there.
         lenders=frozenset(
@@ -192,6 +195,11 @@ def _engines(fleet: Fleet, each: _Complete, now: float) -> Iterator[EngineSnapsh
             movable=frozenset(),
             max_running=0,
         )
+
+
+def _movable(*, on_gpu: bool) -> frozenset[MoveKind]:
+    """What is lent of an engine; between GPUs no layers, whose modules and graphs stay."""
+    return frozenset(kind for kind in MoveKind if not (on_gpu and kind is MoveKind.LAYERS))
 
 
 def _kv(each: _Complete) -> tuple[int, int]:

@@ -12,10 +12,11 @@ from loomserve.kvstore.server.options import left_behind
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.batch.folder import BatchFolder, batch_folder
 from loomserve.platform.config import LOCAL_NODE, Config
-from loomserve.platform.devices.gpus import check_devices, gpus_here
+from loomserve.platform.devices.gpus import apart_here, check_devices, gpus_here
 from loomserve.platform.devices.machine import check_compiler
 from loomserve.platform.devices.memory import check_shared_memory
 from loomserve.platform.engine.hooks import verify
+from loomserve.platform.fleet.lending_pairs import check_reach
 from loomserve.platform.http.server import listen
 from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError, plans_folder
 
@@ -42,6 +43,7 @@ def machine_checks(config: Config, base: Path) -> Iterator[Check]:
     yield from _checks_of_what_one_has(config, base)
     yield lambda: _check_cores(config)
     yield lambda: check_devices(config.devices, LOCAL_NODE, gpus_here())
+    yield lambda: check_reach(config, LOCAL_NODE, apart_here())
     if (store := config.kvstore) is not None:
         yield lambda: check_shared_memory(store.memory, left_behind(config.server.port))
     yield lambda: check_compiler(config.models)

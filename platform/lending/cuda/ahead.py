@@ -87,5 +87,5 @@ def _aligned(argument: Any, path: tuple[int, ...], any_number: bool) -> Iterator
     if isinstance(argument, tuple):
         for place, each in enumerate(argument):
             yield from _aligned(each, (*path, place), any_number)
-    elif isinstance(argument, torch.Tensor) or (not any_number and argument % 16 == 0):
+    elif not any_number and (isinstance(argument, torch.Tensor) or argument % 16 == 0):
         yield path

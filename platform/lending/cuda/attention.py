@@ -23,7 +23,7 @@ from loomserve.platform.lending.cuda.buffer import (
     ROWS,
     TaskShape,
 )
-from loomserve.platform.lending.cuda.kernel import kernel, now_ns
+from loomserve.platform.lending.cuda.kernel import kernel, now_ns, release
 from loomserve.platform.lending.ring.words import LINE_WORDS
 
 ROW_TILE = 1024
@@ -161,7 +161,7 @@ def publish(state: tl.tensor, done: tl.tensor, serving: tl.tensor, contexts: tl.
             tl.store(done + PICKED_UP_AT, tl.load(state + PICKED_UP))
             tl.store(done + FINISHED_AT, now_ns())
             tl.debug_barrier()
-            tl.atomic_xchg(done + NUMBER, serving, sem="release", scope="sys")
+            release(done + NUMBER, serving)
 
 
 @kernel()

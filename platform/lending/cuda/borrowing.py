@@ -1,4 +1,5 @@
-"""The borrower's kernels: post rows of a layer, wait for their attention, fetch it.
+"""The borrower's kernels: describe a step's rows, post those of a layer, wait for their attention,
+fetch it.
 
 The number of a task is counted on the device, and rows and patience are read there, so that a graph
 may capture all of these and be replayed in each step.
@@ -25,12 +26,15 @@ from loomserve.platform.lending.cuda.kernel import (
     kernel,
     launch,
     now_ns,
+    release,
     rest,
 )
 from loomserve.platform.lending.ring.words import LINE_WORDS
 
 TILE = 1024
 """Numbers that a program copies at once."""
+ROW_TILE = 256
+"""Rows, or blocks, that a program describes at once."""
 
 # Words of a borrower's own state, int64 in its memory. NUMBER is of the last task posted, ROWS of
 # the step.
@@ -51,6 +55,42 @@ def copy_row(
         inside = place < width
         numbers = tl.load(source + place, mask=inside & there, other=0.0)
         tl.store(target + place, numbers, mask=inside)
+
+
+@kernel("query_start_loc", "seq_lens", "block_table", "slots", "rows", "width", "stride", "most")
+def describe_rows(
+    query_start_loc: tl.tensor,
+    seq_lens: tl.tensor,
+    block_table: tl.tensor,
+    slots: tl.tensor,
+    buffer: tl.tuple,
+    state: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    stride: tl.tensor,
+    most: tl.tensor,
+    tile: tl.constexpr,
+) -> None:
+    """Write what the step's rows are into the task buffer, a request a program. ``block_table`` is
+    [requests, width], its rows ``stride`` apart, and ``most`` in the buffer. By a kernel, since the
+    buffer is another GPU's, and for a copy torch would have both GPUs' streams wait."""
+    request = tl.program_id(0)
+    begin = tl.load(query_start_loc + request)
+    end = tl.load(query_start_loc + request + 1)
+    length = tl.load(seq_lens + request)
+    for first in range(begin, end, tile):
+        row = first + tl.arange(0, tile)
+        inside = row < end
+        tl.store(buffer.requests + row, tl.full((tile,), 0, tl.int32) + request, mask=inside)
+        tl.store(buffer.contexts + row, length - (end - 1 - row), mask=inside)
+        tl.store(buffer.slots + row, tl.load(slots + row, mask=inside), mask=inside)
+    for first in range(0, width, tile):
+        place = first + tl.arange(0, tile)
+        inside = place < width
+        blocks = tl.load(block_table + request.to(tl.int64) * stride + place, mask=inside)
+        tl.store(buffer.block_table + request * most + place, blocks, mask=inside)
+    if request == 0:
+        tl.store(state + ROWS, rows.to(tl.int64))
 
 
 @kernel("layer")
@@ -94,7 +134,7 @@ def post_rows(
                 tl.store(state + HANDED_AT, now)
                 tl.store(posted + POSTED_AT, now)
                 tl.debug_barrier()
-                tl.atomic_xchg(posted + NUMBER, number, sem="release", scope="sys")
+                release(posted + NUMBER, number)
 
 
 @kernel()
@@ -157,19 +197,23 @@ class DeviceBorrower:
         self._rows = 0
         self._launch: Launch = launch
         device = buffer.output.device
-        self._places = torch.arange(shape.max_rows, dtype=torch.int32, device=device)
         self.state = torch.zeros(LINE_WORDS, dtype=torch.int64, device=device)
         """On the device: ``ANSWERED`` tells whether the last wait had an answer."""
         self.state[PATIENCE_NS.value] = int(patience_s * 1e9)
 
     def compile(self, how: Launch = compile_for) -> None:
-        """Compile what :meth:`post` and :meth:`wait` queue, which takes seconds at the first."""
+        """Compile what the methods below queue, which takes seconds at the first."""
         shape, device = self._shape, self._buffer.output.device
         query, key = (
             torch.empty((1, heads, shape.head_size), dtype=shape.dtype, device=device)
             for heads in (shape.query_heads, shape.kv_heads)
         )
-        self._rows, self._launch = 1, how
+        starts, lens, slots = (
+            torch.empty(size, dtype=dtype, device=device)
+            for size, dtype in ((2, torch.int32), (1, torch.int32), (1, torch.int64))
+        )
+        self._launch = how
+        self.begin_step(starts, lens, lens[None], slots)
         self.post(0, query, key, key)
         self.wait(query)
         self._rows, self._launch = 0, launch
@@ -196,13 +240,21 @@ class DeviceBorrower:
                 f"a step of {rows} rows and {requests} requests of {width} blocks is not within "
                 f"the buffer's {shape.max_rows}, {shape.max_requests} and {shape.max_blocks}"
             )
-        places, ends = self._places[:rows], query_start_loc[1:]
-        of = torch.searchsorted(ends, places, right=True)
-        self._buffer.requests[:rows] = of
-        self._buffer.contexts[:rows] = seq_lens[of] - (ends[of] - 1 - places)
-        self._buffer.block_table[:requests, :width] = block_table
-        self._buffer.slots[:rows] = slot_mapping
-        self.state[ROWS.value] = rows
+        self._launch(
+            describe_rows,
+            (requests,),
+            query_start_loc,
+            seq_lens,
+            block_table,
+            slot_mapping,
+            self._buffer,
+            self.state,
+            rows,
+            width,
+            block_table.stride(0),
+            shape.max_blocks,
+            tile=ROW_TILE,
+        )
         self._rows = rows
 
     def post(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -17,9 +17,8 @@ stores the flag. Release is cumulative in PTX's memory model (PTX ISA, "Memory C
 causality order), so the flag orders the writes of all programs. Kernels on one stream follow each
 other, so what ``poll`` acquired holds for ``write`` and ``attend`` behind it.
 
-The flags are stored by atomic exchange. Between GPUs that needs native atomics on the link
-(``cudaDevP2PAttrNativeAtomicSupported``: NVLink has them, PCIe mostly not); without them the words
-must be in pinned memory of the host, which both GPUs map.
+The flags are stored by one thread (``st.release.sys``), and each is read by the GPU that has it, so
+that no atomic crosses a link: those between GPUs on PCIe mostly have none.
 
 **Trust.** The lender believes nothing that it reads here: each number is loaded into a register,
 checked there, and that register is used. Its own state is in memory that no borrower maps.

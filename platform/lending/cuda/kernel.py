@@ -2,7 +2,7 @@
 
 Interpreted (``TRITON_INTERPRET=1`` before Triton is imported) the same kernels run as Python on CPU
 tensors, between processes too: the interpreter's atomics are the processor's. It knows no inline
-assembly, so clock and rest have a form for it.
+assembly, so clock, rest and release have a form for it.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ if INTERPRETED:
         """Let others run between two looks at a flag."""
         time.sleep(100e-6)
 
+    def release(flag: tl.tensor, number: tl.tensor) -> None:
+        """Store a flag behind all that this program wrote, for who acquires it on any device. It is
+        no atomic, which a link between GPUs may lack (``cudaDevP2PAttrNativeAtomicSupported``)."""
+        tl.atomic_xchg(flag, number, sem="release", scope="sys")
+
 else:
 
     @kernel()
@@ -68,4 +73,18 @@ else:
         # The warp leaves its scheduler for some 100 ns. The result is there for Triton alone.
         tl.inline_asm_elementwise(
             "nanosleep.u32 100; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+    @kernel()
+    def release(flag: tl.tensor, number: tl.tensor) -> None:
+        # By one thread; a barrier before it makes the others' stores this one's, too.
+        tl.inline_asm_elementwise(
+            "{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x;"
+            " setp.eq.u32 first, thread, 0;"
+            " @first st.release.sys.global.b64 [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,l",
+            [flag, number],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )

@@ -11,10 +11,13 @@ from typing import Any, Protocol
 
 import torch
 
+from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.files import replace_private
 
 _PAGE = 4096
 _HANDLE_BYTES = 64
+_NAME_BYTES = 32
+"""Of a PCI bus id, which has 13."""
 
 
 class SharedMemory(Protocol):
@@ -24,8 +27,8 @@ class SharedMemory(Protocol):
         """Return uint8 [nbytes] of zeros, and leave at ``path`` what it is opened by."""
 
     def open(self, path: Path, nbytes: int) -> torch.Tensor | None:
-        """Map what was made at ``path``, and remove the file; None if there is none, ``ValueError``
-        if it is of another size."""
+        """Map what was made at ``path``, and remove the file; None if there is none. ``ValueError``
+        if it is of another size, ``StartError`` if this device does not reach it."""
 
     def pin(self, words: torch.Tensor) -> torch.Tensor:
         """Have kernels reach these int64 words of one page of the host's memory, while the result
@@ -43,22 +46,30 @@ class CudaMemory:
         memory.zero_()
         torch.cuda.current_stream().synchronize()
         handle = _checked(runtime.cudaIpcGetMemHandle(pointer))
-        replace_private(path, f"{nbytes} {ipc_bytes(handle).hex()}")
+        named = _checked(runtime.cudaDeviceGetPCIBusId(_NAME_BYTES, torch.cuda.current_device()))
+        gpu = bytes(named).partition(b"\0")[0].decode()
+        replace_private(path, f"{nbytes} {ipc_bytes(handle).hex()} {gpu}")
         return memory
 
     def open(self, path: Path, nbytes: int) -> torch.Tensor | None:
         if not path.exists():
             return None
-        size, handle = path.read_text().split()
+        size, handle, gpu = path.read_text().split()
         if int(size) != nbytes:
             raise ValueError(f"{path} is of {size} bytes, not {nbytes}")
         runtime = _runtime()
-        flags = runtime.cudaIpcMemLazyEnablePeerAccess
-        pointer = int(
-            _checked(runtime.cudaIpcOpenMemHandle(ipc_handle(bytes.fromhex(handle)), flags))
-        )
+        error: object = "no peer access"
+        if _reaches(gpu):
+            flags = runtime.cudaIpcMemLazyEnablePeerAccess
+            held = ipc_handle(bytes.fromhex(handle))
+            error, pointer = runtime.cudaIpcOpenMemHandle(held, flags)
+        if error:
+            raise StartError(
+                f"this GPU does not reach the memory of GPU {gpu} ({error}): lend between GPUs of "
+                "which nvidia-smi topo -p2p r says OK"
+            )
         path.unlink()
-        return cuda_tensor(pointer, nbytes, runtime.cudaIpcCloseMemHandle)
+        return cuda_tensor(int(pointer), nbytes, runtime.cudaIpcCloseMemHandle)
 
     def pin(self, words: torch.Tensor) -> torch.Tensor:
         runtime = _runtime()
@@ -94,10 +105,26 @@ class _Allocation:
 
 
 def cuda_tensor(pointer: int, nbytes: int, free: Callable[[int], Any]) -> torch.Tensor:
-    """Return uint8 ``[nbytes]`` of a GPU's memory; at its end ``free`` gets the address."""
+    """Return uint8 ``[nbytes]`` of memory that the current GPU reaches, whichever GPU's it is; at
+    its end ``free`` gets the address. ``StartError`` if torch makes a copy of it."""
     allocation = _Allocation(pointer, nbytes)
     weakref.finalize(allocation, free, pointer)
-    return torch.as_tensor(allocation, device="cuda")
+    # With an index torch takes it as that GPU's; without, it asks whose it is, and copies.
+    tensor = torch.as_tensor(allocation, device=torch.device("cuda", torch.cuda.current_device()))
+    if tensor.data_ptr() != pointer:
+        raise StartError("torch copied what another GPU has, and would not see what that writes")
+    return tensor
+
+
+def _reaches(gpu: str) -> bool:
+    """Whether the current GPU reaches the memory of the one with this PCI bus id. Of one that this
+    process does not see, CUDA says nothing but by its handles."""
+    runtime, here = _runtime(), torch.cuda.current_device()
+    error, there = runtime.cudaDeviceGetByPCIBusId(gpu.encode())
+    if int(error):
+        runtime.cudaGetLastError()  # or who asks for it later would take it for its own
+        return True
+    return there == here or bool(_checked(runtime.cudaDeviceCanAccessPeer(here, there)))
 
 
 def _runtime() -> Any:

@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from loomserve.platform.lending.engine.attention import AttendsRemotely, DividesBatch
 
@@ -26,6 +27,13 @@ class RemoteFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]
 
     # vLLM's own write would take the slots of borrowed rows for this engine's.
     forward_includes_kv_cache_update = True
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Those in which a layer's blocks lie one behind the other, and no tokens between heads.
+        The first lends to engines of any shape; in the second, which ``VLLM_KV_CACHE_LAYOUT``
+        chooses, heads that have left make room for more blocks."""
+        return KVCacheLayout.LBHNC, KVCacheLayout.LHBNC
 
     @staticmethod
     def get_impl_cls() -> type[RemoteFlashAttentionImpl]:

@@ -1,12 +1,9 @@
-"""vLLM's GPU worker that borrows from lenders, and lends to borrowers; it has not lent on one."""
+"""vLLM's GPU worker that borrows from lenders, and lends to borrowers."""
 
 from __future__ import annotations
 
 from functools import cached_property
 from typing import Any
-
-from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from loomserve.platform.engine.resumption.gpu_worker import (
     ResumingGpuModelRunner,
@@ -22,9 +19,6 @@ from loomserve.platform.lending.engine.memory.runner import HasSpareAddresses
 from loomserve.platform.lending.engine.worker import SortsRows, TakesPartInLending
 from loomserve.platform.lending.leaf import Leaf
 from loomserve.platform.lending.ring.geometry import GPU
-
-LAYOUTS = KVCacheLayout.LHBNC, KVCacheLayout.LBHNC
-"""In the first one, heads that have left make room for more blocks."""
 
 
 class RemoteAttentionGpuModelRunner(HasSpareAddresses, SortsRows, ResumingGpuModelRunner):
@@ -69,11 +63,3 @@ class RemoteAttentionGpuWorker(TakesPartInLending, ResumingGpuWorker):
 
     def isa(self, layer: Any) -> str:
         return GPU
-
-    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """``ValueError`` if a layer's blocks do not lie one behind the other, or tokens between
-        heads."""
-        if self.cache_config.get_resolved_kv_cache_layout() not in LAYOUTS:
-            names = " or ".join(layout.name for layout in LAYOUTS)
-            raise ValueError(f"lending needs VLLM_KV_CACHE_LAYOUT={names}")
-        super().initialize_from_config(kv_cache_config)

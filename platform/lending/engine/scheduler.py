@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -18,11 +19,19 @@ from loomserve.platform.lending.engine.block_partitions import (
 from loomserve.platform.lending.engine.scheduling.borrower import BorrowerHooks
 from loomserve.platform.lending.engine.scheduling.calls import EngineLoanCalls
 from loomserve.platform.lending.engine.scheduling.lender import LenderHooks
+from loomserve.platform.lending.engine.worker import TakesPartInLending
 from loomserve.platform.state.lending_options import LENDING_CONFIG, LendingOptions
 
 
 def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> AdaptiveScheduler:
-    """What ``scheduler_cls`` names for an engine that lends or borrows."""
+    """What ``scheduler_cls`` names for an engine that lends or borrows. ``ValueError`` if its
+    worker, which a configuration may name for another kind of device, takes no part in that."""
+    worker = vllm_config.parallel_config.worker_cls
+    if not issubclass(resolve_name(worker), TakesPartInLending):
+        raise ValueError(
+            f"worker_cls: {worker} neither lends nor borrows: derive it from "
+            f"{TakesPartInLending.__module__}.{TakesPartInLending.__name__}, or leave lending out"
+        )
     scheduler = engine_scheduler.make_scheduler(vllm_config, **kwargs)
     options = LendingOptions.model_validate(vllm_config.additional_config[LENDING_CONFIG])
     scheduler.calls = take_part(scheduler, options)

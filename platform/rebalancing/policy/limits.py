@@ -83,7 +83,10 @@ def unable(snapshot: Snapshot, action: Action, options: Rebalancing) -> Refusal 
 def _unable_to_move(snapshot: Snapshot, move: Move, options: Rebalancing) -> Refusal | None:
     engine, lender = snapshot.engine(move.engine), snapshot.engine(move.lender)
     if move.kind not in engine.movable or move.kind not in lender.movable:
-        return Refusal(Reason.NOT_MOVABLE, f"{move.kind} of {engine.id} to {lender.id}")
+        said = f"{move.kind} of {engine.id} to {lender.id}"
+        if move.kind is MoveKind.LAYERS and engine.movable & lender.movable:
+            said += ": layers move between CPU devices only"
+        return Refusal(Reason.NOT_MOVABLE, said)
     if not (engine.borrow_bytes and lender.lend_bytes):
         return Refusal(Reason.NOT_MOVABLE, f"{engine.id} does not borrow from {lender.id}")
     if move.back:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,13 @@ from vllm.v1.worker.utils import request_memory
 from loomserve.deployments.engine.app import _engine_options, _environment, front_end_of
 from loomserve.platform.config import Device, Model, Server
 from loomserve.platform.engine.options.known import of_engine
+from loomserve.platform.engine.resumption.gpu_worker import ResumingGpuWorker
 from loomserve.platform.fleet.messages import EngineSpec
+from loomserve.platform.lending.engine.worker import TakesPartInLending
 from loomserve.platform.scheduling.options import SchedulerOptions
 from loomserve.platform.simulated.options import SIMULATED_CONFIG
 from loomserve.platform.state import ChatParsers, ParserChoice
+from loomserve.platform.state.lending_options import LendingOptions
 
 GIB = 2**30
 CORE, GPU = Device(name="d", cores=(0,)), Device(name="d", kind="cuda", gpu=0)
@@ -64,6 +68,27 @@ def test_a_gpus_engine_has_the_model_runner_that_is_asked_for(
     )
     spec = spec_of(model, device)
     assert _environment(spec, _engine_options(spec)).get("VLLM_USE_V2_MODEL_RUNNER") == told
+
+
+@pytest.mark.parametrize("device", [GPU, CORE])
+def test_an_engine_that_lends_has_its_devices_worker_or_the_one_that_is_named(
+    device: Device,
+) -> None:
+    own = {"name": "m", "source": "org/m", "devices": ("d",)}
+    spec = spec_of(Model.model_validate(own), device)
+    spec = spec.model_copy(update={"lending": LendingOptions(lend_bytes=GIB)})
+    options = _engine_options(spec)
+    worker = resolve_name(options["worker_cls"])
+    assert issubclass(worker, TakesPartInLending)
+    assert (device is GPU) == issubclass(worker, ResumingGpuWorker)
+    assert options["enforce_eager"]
+    assert options.get("async_scheduling") is (False if device is GPU else None)
+    assert of_engine(options) == options
+    assert _environment(spec, options)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    named = Model.model_validate(own | {"engine": {"worker_cls": "mine.Worker"}})
+    options = _engine_options(spec.model_copy(update={"model": named}))
+    assert options["worker_cls"] == "mine.Worker"
+    assert "lending" in options["scheduler_cls"]
 
 
 def test_a_second_engine_starts_on_a_gpu_that_another_fills_in_part() -> None:

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from loomserve.platform.config import Lending, Model, parse
-from loomserve.platform.fleet.lending_pairs import lenders_of, lending_options
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.config import LOCAL_NODE, Lending, Model, parse
+from loomserve.platform.fleet.lending_pairs import check_reach, lenders_of, lending_options
 from loomserve.platform.state.lending_options import LendingOptions
 from tests.unit.platform.config.test_config import error_of, line_of
 
@@ -66,7 +67,6 @@ BAD_FIELDS = [
      "quantised KV"),
     ("max_model_len: 4096", "enforce_eager: false", "models[0].engine.enforce_eager",
      "between its operators"),
-    ("max_model_len: 4096", "worker_cls: mine.Worker", "models[0].engine.worker_cls", "of ours"),
     ("max_model_len: 4096", "distributed_executor_backend: uni",
      "models[0].engine.distributed_executor_backend", "our own executor"),
     ("replicas: 1", "scheduling: {preemption: swap}", "models[0].scheduling.preemption",
@@ -106,9 +106,55 @@ def test_lending_that_says_neither_what_is_lent_nor_borrowed_is_refused() -> Non
     assert "models[1].lending: give it lend_memory or borrow_memory" in error_of(text)
 
 
-def test_lending_is_not_yet_for_gpus() -> None:
-    message = error_of(GOOD.replace("devices: [core1]", "devices: [gpu0]"))
-    assert re.search(r"^my\.yaml:22: models\[1\]\.lending: .*not yet on GPUs: its ring", message)
+ON_GPUS = (
+    GOOD.replace("gpu: 0\n", "gpu: 0\n  - name: gpu1\n    kind: cuda\n    gpu: 1\n")
+    .replace("[core0]", "[gpu0]")
+    .replace("[core1]", "[gpu1]")
+    .replace("      borrow", "      experimental: true\n      borrow")
+    .replace("      lend_", "      experimental: true\n      lend_")
+)
+REFUSED_ON_GPUS = [
+    ("      experimental: true\n      lend_", "      lend_", "models[1].lending",
+     "has not shown a gain yet.*set lending.experimental: true to try it"),
+    ("replicas: 1", "model_runner: 2", "models[0].model_runner", "second model runner"),
+    ("replicas: 1", "start: on_demand", "models[0].lending", "in sleep: set pinned: true"),
+    ("max_model_len: 4096", "async_scheduling: true", "models[0].engine.async_scheduling",
+     "once it is known that its loans still hold"),
+    ("max_model_len: 4096", "enable_sleep_mode: true", "models[0].engine.enable_sleep_mode",
+     "would stay in sleep"),
+    ("max_model_len: 4096", "attention_backend: FLASHINFER",
+     "models[0].engine.attention_backend", "FlashAttention alone"),
+]  # fmt: skip
+
+
+def test_on_gpus_what_is_experimental_is_asked_for() -> None:
+    assert all(model.lending for model in parse(ON_GPUS).models)
+
+
+@pytest.mark.parametrize(("old", "new", "field", "says"), REFUSED_ON_GPUS)
+def test_what_gpus_cannot_lend_is_refused_by_feature(
+    old: str, new: str, field: str, says: str
+) -> None:
+    assert old in ON_GPUS
+    message = error_of(ON_GPUS.replace(old, new, 1))
+    assert re.search(rf"^my\.yaml:\d+: {re.escape(field)}: .*{says}", message, re.MULTILINE), (
+        message
+    )
+
+
+def test_on_gpus_nothing_is_lent_by_itself() -> None:
+    auto = re.sub(r"lending:\n(      .*\n)+", "lending: auto\n", ON_GPUS)
+    message = error_of(auto)
+    assert re.search(r"models\[0\]\.lending: .*nothing is lent by itself: name lend_mem", message)
+
+
+def test_a_gpu_borrows_from_none_whose_memory_it_does_not_reach() -> None:
+    config = parse(ON_GPUS)
+    check_reach(config, LOCAL_NODE, {(0, 2): "CNS", (1, 0): "NS"})
+    check_reach(config, "elsewhere", {(0, 1): "CNS"})
+    check_reach(parse(GOOD), LOCAL_NODE, {(0, 1): "CNS"})
+    with pytest.raises(StartError, match=r"models\[0\]\.lending: .*GPU 0 .*'cold' on GPU 1.*CNS"):
+        check_reach(config, LOCAL_NODE, {(0, 1): "CNS"})
 
 
 def test_what_is_said_of_lending_reaches_the_engines() -> None:

@@ -11,7 +11,7 @@ import pytest
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Device
 from loomserve.platform.devices import gpus, machine
-from loomserve.platform.devices.gpus import Gpu, check_devices, gpus_here
+from loomserve.platform.devices.gpus import Gpu, apart_here, check_devices, gpus_here
 from loomserve.platform.devices.machine import parts_here
 
 GIB = 2**30
@@ -51,6 +51,29 @@ def test_gpus_and_their_memory_are_as_the_driver_says(nvidia_smi: Callable[[str]
     assert gpus_here() == {0: Gpu(0, 0)}
     nvidia_smi("echo no devices were found; exit 6")
     assert gpus_here() == {}
+
+
+LINKS = """\
+ \x1b[4m\tGPU0\tGPU1\tGPU2\t\x1b[0m
+ GPU0\tX\tOK\tCNS\t
+ GPU1\tOK\tX\tOK\t
+ GPU2\tCNS\tOK\tX\t
+
+Legend:
+
+  X    = Self
+  OK   = Status Ok
+  CNS  = Chipset not supported
+"""
+
+
+def test_gpus_that_do_not_reach_each_other_are_those_of_the_drivers_table(
+    nvidia_smi: Callable[[str], None],
+) -> None:
+    nvidia_smi(f'[ "$*" = "topo -p2p r" ] && cat <<END\n{LINKS}\nEND')
+    assert apart_here() == {(0, 2): "CNS", (2, 0): "CNS"}
+    nvidia_smi("echo no devices were found; exit 6")
+    assert apart_here() == {}
 
 
 def test_engines_may_use_what_vllm_is_installed_for(

@@ -20,6 +20,8 @@ from loomserve.platform.placement.policy.device_times import (
     MeasuredLink,
 )
 from loomserve.platform.rebalancing.observe import PROFILE, measured
+from loomserve.platform.rebalancing.policy.actions import Move
+from loomserve.platform.rebalancing.policy.limits import unable
 from loomserve.platform.rebalancing.policy.measured import Measured, Unfit, flaws
 from loomserve.platform.rebalancing.policy.snapshot import MoveKind, Snapshot
 from loomserve.platform.state import (
@@ -132,6 +134,18 @@ def test_an_engine_is_its_work_a_second_its_kv_and_its_memory() -> None:
     assert [device.speed for device in whole.devices] == [1.0, 0.5]
     (link,) = whole.links
     assert (link.bytes_per_s, link.measured_at_s) == (3e9, 997_200)
+
+
+def test_layers_move_between_cores_and_not_between_gpus() -> None:
+    gpus = tuple(Device(name=f"core{at}", kind="cuda", gpu=at) for at in range(2))
+    reports = borrowing(loan("c1")), report("c1", "core1", model=COLD)
+    layers = Move(kind=MoveKind.LAYERS, engine="h0", lender="c1", amount=1)
+    for devices, kinds in ((DEVICES, {*MoveKind}), (gpus, {*MoveKind} - {MoveKind.LAYERS})):
+        found = snapshot(seen(*reports, devices=devices))
+        assert all(engine.movable == kinds for engine in found.engines)
+        refusal = unable(found, layers, Rebalancing())
+        only = refusal is not None and "layers move between CPU devices only" in refusal.detail
+        assert only == (devices is gpus)
 
 
 def test_what_waits_asks_for_as_much_as_what_runs() -> None:

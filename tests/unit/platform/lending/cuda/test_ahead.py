@@ -30,7 +30,7 @@ LLAMA_3_8B = TaskShape(
 
 
 KERNELS = {
-    "post_rows", "wait_for_answer", "fetch_rows",
+    "describe_rows", "post_rows", "wait_for_answer", "fetch_rows",
     "poll_task", "write_rows", "attend_rows", "serve_tasks",
 }  # fmt: skip
 
@@ -50,7 +50,7 @@ def test_flags_are_released_and_acquired_for_the_whole_system(capability: int) -
     for name in ("post_rows", "attend_rows"):
         # Each program's count, and the last one's flag behind it, with a barrier before each.
         count = text[name].index("atom.global.sys.acq_rel.add")
-        flag = text[name].index("atom.global.sys.release.exch")
+        flag = text[name].index("st.release.sys.global.b64")
         assert count < flag
         assert "bar.sync" in text[name][:count]
         assert "bar.sync" in text[name][count:flag]
@@ -59,6 +59,29 @@ def test_flags_are_released_and_acquired_for_the_whole_system(capability: int) -
     # A deadline, and what else can end the wait, is looked at anew each time.
     loop = text["wait_for_answer"]
     assert all(word in loop for word in ("%globaltimer", "nanosleep", "ld.volatile.global"))
+
+
+def test_no_atomic_crosses_a_link_which_may_know_none() -> None:
+    kernels = compiled(LLAMA_3_8B, 90)
+    atomics = {
+        name: {found.split(".")[-2] for found in re.findall(r"atom\.\S+", one.asm["ptx"])}
+        for name, one in kernels.items()
+    }
+    # What programs of a grid count each other by, in their own GPU's memory.
+    assert atomics.pop("post_rows") == {"add"}
+    assert all(of <= {"add", "exch"} for of in atomics.values())
+    assert not any(atomics[name] for name in ("describe_rows", "wait_for_answer", "fetch_rows"))
+    # Those of a lender at whole words are of its state.
+    exchanges = re.findall(r"atom\.\S+exch\S*", kernels["attend_rows"].asm["ptx"])
+    assert all(".gpu." in each for each in exchanges)
+
+
+def test_a_steps_rows_are_described_whatever_lies_at_their_addresses() -> None:
+    # Parts of a batch begin anywhere: no load may count on more than its type's alignment.
+    text = str(compiled(LLAMA_3_8B, 90)["describe_rows"].asm["ptx"])
+    loads = re.findall(r"ld\.global\S*", text)
+    assert loads
+    assert not any("v2" in each or "v4" in each for each in loads)
 
 
 def test_programs_of_the_server_that_stays_meet_by_release_and_acquire() -> None:
@@ -70,7 +93,7 @@ def test_programs_of_the_server_that_stays_meet_by_release_and_acquire() -> None
             "ld.global.gpu.acquire",  # and all of them which task it took;
             "atom.global.gpu.release.add",  # each counts itself when its rows are written,
             "atom.global.sys.acq_rel.add",  # and again when its part is computed.
-            "atom.global.sys.release.exch",  # Who ends last publishes.
+            "st.release.sys.global.b64",  # Who ends last publishes.
         )
     ]
     assert found == sorted(found)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from triton.runtime.interpreter import InterpretedFunction
 
-from benchmarks.gpu.host_memory import HostMemory
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.lending.cuda.kernel import INTERPRETED
 from loomserve.platform.lending.device.server import kernel_leaf
@@ -28,6 +27,7 @@ from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.ring.geometry import GPU, Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.words import Closed
+from tests.unit.platform.lending.device.two_devices import TwoDevices, queued
 
 OWN_BLOCKS, LENT_BLOCKS, LENDER = 4, 6, 1
 GEOMETRY = Geometry(
@@ -47,7 +47,7 @@ class Borrower:
         self.path, self.kv = f"{folder}/ring", local_kv(OWN_BLOCKS, GEOMETRY)
         partitions = Partitions([0, OWN_BLOCKS], OWN_BLOCKS + LENT_BLOCKS)
         self.context = LendingContext(PATIENCE_S, partitions)
-        self.worker = BorrowerWorker(self.context, self.kv, LIMITS, kernel_leaf(HostMemory()))
+        self.worker = BorrowerWorker(self.context, self.kv, LIMITS, kernel_leaf(TwoDevices()))
 
     def attend(self, layer: int, blocks: list[int], tokens: int) -> torch.Tensor:
         """Post one token behind so many others, and return its attention."""
@@ -85,7 +85,7 @@ class Lender:
     def __init__(self, folder: str, geometry: Geometry, form: str, heads_apart: bool) -> None:
         assert INTERPRETED
         self.path, self.kv = f"{folder}/ring", local_kv(LENT_BLOCKS, geometry, heads_apart)
-        self.server = kernel_leaf(HostMemory(), resident=form == "resident").server()
+        self.server = kernel_leaf(TwoDevices(), resident=form == "resident").server()
         self.context = LendingContext()
         self.worker = LenderWorker(self.context, self.server, self.kv, nn.Module())
         self.worker.look_for_tasks("steps")
@@ -128,7 +128,8 @@ if INTERPRETED:
             for name, value in sorted(named_all.items())
         )
         (_compiled if warmup else _launched).add((function.fn.__name__, traits))
-        return _run(function, *given, grid=grid, warmup=warmup, **named)
+        with queued():
+            return _run(function, *given, grid=grid, warmup=warmup, **named)
 
     InterpretedFunction.run = note
 
@@ -187,6 +188,17 @@ def answer(blocks: list[int], tokens: int) -> tuple[bool, Closed]:
     borrower = _borrowers[-1]
     output = borrower.attend(0, blocks, tokens)
     return bool(output.any()), borrower.context.borrowers[LENDER].ring.closed
+
+
+def mixes() -> str:
+    """Write a step's slots as torch would; returns the error."""
+    borrower = _borrowers[-1]
+    buffer = borrower.context.borrowers[LENDER]._device._buffer  # type: ignore[attr-defined]
+    try:
+        buffer.slots[:1] = torch.tensor([1])
+    except AssertionError as error:
+        return str(error)
+    return ""
 
 
 def are_equal(one: int, other: int) -> bool:

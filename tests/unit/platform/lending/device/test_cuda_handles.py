@@ -22,7 +22,8 @@ def test_a_handle_holds_the_bytes_that_it_was_made_of() -> None:
     [
         "cudaMalloc", "cudaFree", "cudaIpcGetMemHandle", "cudaIpcOpenMemHandle",
         "cudaIpcCloseMemHandle", "cudaIpcMemLazyEnablePeerAccess", "cudaHostRegister",
-        "cudaHostRegisterMapped", "cudaHostUnregister",
+        "cudaHostRegisterMapped", "cudaHostUnregister", "cudaDeviceGetPCIBusId",
+        "cudaDeviceGetByPCIBusId", "cudaDeviceCanAccessPeer", "cudaGetLastError",
     ],
 )  # fmt: skip
 def test_what_is_called_of_cuda_is_there(name: str) -> None:

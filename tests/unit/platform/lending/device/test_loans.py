@@ -107,10 +107,18 @@ def test_no_task_waits_for_a_kernel_to_be_compiled(ends: Ends, tmp_path: Path, f
     assert ends.borrower(interpreted.answer, [1, 2], 20) == (True, Closed.OPEN)
     ends.lender(interpreted.counted)
     ends.lender(interpreted.ends, str(tmp_path))
-    of_borrower = {"post_rows", "wait_for_answer", "fetch_rows"}
+    of_borrower = {"describe_rows", "post_rows", "wait_for_answer", "fetch_rows"}
     assert ends.borrower(interpreted.launched) == (of_borrower, set())
     of_lender = {"poll_task", "write_rows", "attend_rows"} if form == "stream" else {"serve_tasks"}
     assert ends.lender(interpreted.launched) == (of_lender, set())
+
+
+def test_what_torch_does_with_two_devices_memory_at_once_is_noticed(
+    ends: Ends, tmp_path: Path
+) -> None:
+    ends.open(tmp_path)
+    assert "aten.copy_.default: memory of two devices" in ends.borrower(interpreted.mixes)
+    ends.lender(interpreted.ends, str(tmp_path))
 
 
 def test_blocks_that_are_not_granted_close_the_loan(ends: Ends, tmp_path: Path) -> None:

@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backends.utils import (
+    get_supported_kv_cache_layouts,
+    resolve_kv_cache_layout,
+)
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -17,12 +21,10 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from benchmarks.gpu.host_memory import HostPages
-from loomserve.platform.lending.engine.gpu_worker import (
-    LAYOUTS,
-    RemoteAttentionGpuModelRunner,
-    RemoteAttentionGpuWorker,
-)
+from loomserve.platform.lending.engine.gpu_attention import RemoteFlashAttentionBackend
+from loomserve.platform.lending.engine.gpu_worker import RemoteAttentionGpuModelRunner
 
+LAYOUTS = RemoteFlashAttentionBackend.supported_kv_cache_layouts()
 LAYERS, BLOCKS, OWN, PAGE = ["layers.0", "layers.1", "layers.2"], 12, 5, 2**14
 BLOCK = (2, 16, 64)
 """Heads, tokens, and a head's keys and values: 2 KiB a head."""
@@ -77,9 +79,19 @@ def test_each_head_begins_with_a_page_where_its_blocks_lie_together() -> None:
     assert all(begin % PAGE == 0 for begin in begins)
 
 
-def test_a_layout_in_which_tokens_lie_between_heads_is_refused() -> None:
-    made = object.__new__(RemoteAttentionGpuWorker)
-    layout = KVCacheLayout.LBNHC
-    made.cache_config = SimpleNamespace(get_resolved_kv_cache_layout=lambda: layout)
-    with pytest.raises(ValueError, match="VLLM_KV_CACHE_LAYOUT=LHBNC or LBHNC"):
-        made.initialize_from_config(config(layout))
+@pytest.mark.parametrize(
+    ("asked", "chosen"), [(None, "LBHNC"), ("LHBNC", "LHBNC"), ("LBNHC", None)]
+)
+def test_vllm_chooses_a_layout_in_which_no_tokens_lie_between_heads(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, chosen: str | None
+) -> None:
+    if asked is not None:
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", asked)
+    supported = get_supported_kv_cache_layouts((RemoteFlashAttentionBackend,))
+    cache = SimpleNamespace(kv_cache_layout=None)
+    of: Any = SimpleNamespace(cache_config=cache, kv_transfer_config=None)
+    if chosen is None:
+        with pytest.raises(ValueError, match="LBNHC"):
+            resolve_kv_cache_layout(of, [[each.name for each in supported]])
+        return
+    assert resolve_kv_cache_layout(of, [[each.name for each in supported]]).name == chosen

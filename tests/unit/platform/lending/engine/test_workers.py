@@ -19,6 +19,7 @@ from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
 from loomserve.platform.lending.engine.borrower_worker import BorrowerWorker, StepLimits
 from loomserve.platform.lending.engine.lender_worker import LenderWorker
 from loomserve.platform.lending.engine.memory.mapped import MappedMemory
+from loomserve.platform.lending.engine.scheduler import make_scheduler
 from loomserve.platform.lending.engine.shard_worker import ShardWorker
 from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.engine.shards.store_memory import ShardedMemory
@@ -164,3 +165,9 @@ def test_a_shard_stays_here_if_its_lender_has_gone(engines: Engines) -> None:
     assert not engines.shards.hand_over(LENDER, [0])
     assert engines.context.shard is None
     assert engines.store.used == []
+
+
+def test_an_engine_whose_worker_takes_no_part_in_lending_does_not_start() -> None:
+    of: Any = SimpleNamespace(worker_cls="vllm.v1.worker.cpu_worker.CPUWorker")
+    with pytest.raises(ValueError, match="CPUWorker neither lends nor borrows: derive it from"):
+        make_scheduler(SimpleNamespace(parallel_config=of))  # type: ignore[arg-type]
