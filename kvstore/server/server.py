@@ -12,6 +12,7 @@ import zmq
 from loomserve.kvstore.server.protocol import Reply, Request, encoder
 from loomserve.kvstore.server.store import BlockStore
 from loomserve.kvstore.wire import MOST_MESSAGE_BYTES, UNREADABLE, Refused
+from loomserve.platform.base.processes import own_log
 
 _logger = logging.getLogger(__name__)
 
@@ -80,5 +81,5 @@ class StoreServer:
             reply = self._store.answer(request, time.monotonic())
         except Exception:
             _logger.exception("a request of an engine failed")
-            reply = Refused("the KV store failed; its log says why")
+            reply = Refused(f"the KV store failed; {own_log()} says why")
         return self._encoder.encode(reply)
