@@ -94,7 +94,7 @@ class EachResult(RequestOutputCollector):  # type: ignore[misc]
         probabilities, queue = state.logprobs_processor, state.queue
         if type(queue) is not RequestOutputCollector or not queue.aggregate:
             return
-        if (probabilities.logprobs, probabilities.prompt_logprobs) != (None, None):
+        if probabilities.logprobs is not None:
             queue.__class__, queue._later = cls, deque()
 
     def put(self, output: Any) -> None:
