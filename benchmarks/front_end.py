@@ -192,6 +192,7 @@ async def serve_bare(given: dict[str, Any]) -> None:
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.v1.engine.output_processor import OutputProcessor
 
+    from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
     from loomserve.platform.front_end.engine.serving import ModelServing
     from loomserve.platform.front_end.metrics import ContinuationMetrics
     from loomserve.platform.http.server import listen
@@ -199,8 +200,9 @@ async def serve_bare(given: dict[str, Any]) -> None:
     serving = ModelServing(
         MODEL,
         {**_options(given), "model": given["model"]},
-        lambda routing: "r1",
-        ContinuationMetrics(CollectorRegistry()).of(MODEL),
+        ReplicaSetClient(
+            MODEL, lambda routing: "r1", ContinuationMetrics(CollectorRegistry()).of(MODEL)
+        ),
     )
     await serving.start()
     serving.client.set_replicas({"r1": EngineAddress(*given["engine"])})

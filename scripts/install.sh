@@ -24,7 +24,7 @@ case $device in
     *) fail "DEVICE is '$device'; set it to cpu or cuda." ;;
 esac
 case $purpose in
-    develop) what=(--editable ".[$device,dev]") ;;
+    develop) what=(--editable ".[$device,audio,dev]") ;;
     serve) what=(".[$device]") ;;
     *) fail "PURPOSE is '$purpose'; set it to develop or serve." ;;
 esac

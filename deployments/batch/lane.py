@@ -138,12 +138,7 @@ def _offline_queue(spec: OfflineSpec, places: int) -> OfflineQueue:
     return OfflineQueue(
         spec.model.name,
         partial(
-            RayOfflineWorker,
-            spec.source,
-            spec.model.revision,
-            spec.cores,
-            kv_bytes,
-            spec.resources,
+            RayOfflineWorker, spec.source, spec.model.revision, spec.cores, kv_bytes, spec.resources
         ),
         kv_bytes,
         places=places,

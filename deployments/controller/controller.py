@@ -35,6 +35,7 @@ from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.access.policy.bank import LimitBank
 from loomserve.platform.aliases.table import AliasTable
 from loomserve.platform.base.periodic import every
+from loomserve.platform.base.processes import own_log
 from loomserve.platform.base.reply import replies
 from loomserve.platform.config import Alias, Config, Model
 from loomserve.platform.fleet.fleet import Fleet
@@ -136,7 +137,7 @@ class Controller(PlanMethods):
 
     async def check_health(self) -> None:
         if self._models.failure is not None or any(task.done() for task in self._tasks):
-            raise RuntimeError("work of the controller has ended; its log says why")
+            raise RuntimeError(f"work of the controller has ended; {own_log()} says why")
 
     # What replicas and gateways call
 

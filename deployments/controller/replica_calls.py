@@ -16,12 +16,7 @@ from loomserve.platform.adapters.messages import (
     AdapterReports,
 )
 from loomserve.platform.base.errors import Conflict
-from loomserve.platform.fleet.messages import (
-    ADAPTERS_PATH,
-    AWAKE_PATH,
-    LOAD_PATH,
-    AwakeOrder,
-)
+from loomserve.platform.fleet.messages import ADAPTERS_PATH, AWAKE_PATH, LOAD_PATH, AwakeOrder
 from loomserve.routers.snapshot import RoutingStats
 
 _TIMEOUT_S = 60.0

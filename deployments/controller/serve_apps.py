@@ -24,12 +24,7 @@ from loomserve.deployments.ray_node import LivingNode, drain_node, living_nodes
 from loomserve.deployments.serve_options import start_apps
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.config import Config
-from loomserve.platform.fleet.messages import (
-    EngineSpec,
-    engines_app,
-    gateway_app,
-    replica_app,
-)
+from loomserve.platform.fleet.messages import EngineSpec, engines_app, gateway_app, replica_app
 
 
 class ServeApps:

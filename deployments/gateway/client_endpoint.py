@@ -70,7 +70,7 @@ class ClientEndpoint:
         if sequences > 1 and "take_more" in state:
             state["take_more"](sequences - 1)
         answer = _WatchedAnswer(send)
-        if key is not None and request.costs_tokens:
+        if key is not None and request.endpoint.computes:
             self.meter.check(key)
             answer.headers = self.meter.headers(key)
         started, usage = time.monotonic(), RequestUsage()
@@ -103,7 +103,7 @@ class ClientEndpoint:
         key: ApiKey | None = state.get("api_key")
         slo_ms: float | None = state.get("slo_ms")
         deadline = predicted = expected = None
-        if request.takes_hints:
+        if request.endpoint.hints:
             deadline = time.monotonic() + slo_ms / 1000 if slo_ms is not None else None
             # A predictor knows the model's own answers.
             if route.adapter is None:

@@ -16,6 +16,7 @@ from loomserve.platform.config import LOCAL_NODE, LOCAL_PROMPT_TOKENS
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.front_end.engine.answers.first_answer import FirstAnswers, Tell
 from loomserve.platform.front_end.engine.handoffs import Handoffs
+from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
 from loomserve.platform.front_end.engine.serving import ModelServing
 from loomserve.platform.front_end.metrics import ModelContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
@@ -64,17 +65,17 @@ class ModelFrontEnd:
             self._role_of, roles.local_prompt_tokens if roles else LOCAL_PROMPT_TOKENS
         )
         self._choice = ReplicaChoice(route.name, route.model.router, ledger, metrics, self._table)
-        self._serving = ModelServing(
+        client = ReplicaSetClient(
             route.name,
-            {**self.spec.engine_options, "model": self.spec.path},
             self._choice.choose,
             continuation,
             left=self._choice.left,
             loaded=self._loads.pushed,
             bounds=bounds,
             handoffs=handoffs,
-            traced=traced,
         )
+        options = {**self.spec.engine_options, "model": self.spec.path}
+        self._serving = ModelServing(route.name, options, client, traced=traced)
         self._first = FirstAnswers(route.name, self._serving, self._first_request, tell)
         self._choice.untried = lambda: self._first.untried
         self._app: MissingEndpoints | None = None

@@ -76,9 +76,7 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 vllm_config, kv_cache_config.kv_cache_layout, spec, Path(options["digests"])
             )
             self._scheduler = StoreConnectorScheduler(
-                StoreClient(options["address"]),
-                names,
-                options.get("node", ""),
+                StoreClient(options["address"]), names, options.get("node", "")
             )
         else:
             self._worker = StoreConnectorWorker(options, vllm_config.parallel_config.rank)

@@ -78,12 +78,7 @@ class StoreConnectorScheduler:
     is the store's name among those of other nodes; empty: it is the only one.
     """
 
-    def __init__(
-        self,
-        store: StoreClient,
-        names: Namespaces,
-        node: str = "",
-    ) -> None:
+    def __init__(self, store: StoreClient, names: Namespaces, node: str = "") -> None:
         self.policy: TransferPolicy = TransferAll()
         self.names = names
         """What blocks are stored under."""

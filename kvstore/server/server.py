@@ -12,6 +12,7 @@ import zmq
 from loomserve.kvstore.server.protocol import One, OneReply, Replies, Request, Several, encoder
 from loomserve.kvstore.server.store import BlockStore
 from loomserve.kvstore.wire import MOST_MESSAGE_BYTES, UNREADABLE, Refused
+from loomserve.platform.base.processes import own_log
 
 _logger = logging.getLogger(__name__)
 
@@ -84,4 +85,4 @@ class StoreServer:
             return self._store.answer(request, time.monotonic())
         except Exception:
             _logger.exception("a request of an engine failed")
-            return Refused("the KV store failed; its log says why")
+            return Refused(f"the KV store failed; {own_log()} says why")

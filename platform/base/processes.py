@@ -1,4 +1,4 @@
-"""Processes below another one, as the kernel lists them: no other process is looked at."""
+"""Processes below another one, as the kernel lists them; and where this one's errors go."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ def children(pid: int) -> Iterator[int]:
             yield from map(int, (thread / "children").read_text().split())
         except NOBODY:
             continue
+
+
+def own_log() -> str:
+    """What a person is told of the file of this process's errors, and of those that it starts."""
+    try:
+        path = Path("/proc/self/fd/2").resolve(strict=True)
+    except OSError:
+        return "its log"
+    return f"its log, {path}," if path.is_file() else "its log"
 
 
 def with_descendants(pid: int) -> Iterator[int]:

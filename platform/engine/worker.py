@@ -17,11 +17,7 @@ from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
 from loomserve.platform.engine.core.cores import bind_worker_to_stage
 from loomserve.platform.engine.process.lone_groups import groups_without_ports
 from loomserve.platform.engine.resumption.model_runner import ResumesRequests
-from loomserve.platform.engine.sleeping.memory import (
-    RereadWeight,
-    give_back_pages,
-    reread_weights,
-)
+from loomserve.platform.engine.sleeping.memory import RereadWeight, give_back_pages, reread_weights
 from loomserve.platform.engine.sleeping.sleep import PackedOnUse, pack_on_use
 from loomserve.platform.run.fate import end_with_parent
 

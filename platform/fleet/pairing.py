@@ -20,9 +20,7 @@ _IDLE_S = 5.0
 
 
 def paired(
-    models: Iterable[FleetModel],
-    before: Mapping[str, str],
-    off: Container[tuple[str, str]] = (),
+    models: Iterable[FleetModel], before: Mapping[str, str], off: Container[tuple[str, str]] = ()
 ) -> dict[str, str]:
     """The lender of each borrower among the replicas of these models, by their ids. ``before``: the
     pairs that there are; ``off``: borrowers' and lenders' models that an operator keeps apart."""

@@ -10,12 +10,7 @@ from loomserve.platform.adapters.table import AdapterTable
 from loomserve.platform.aliases.table import AliasTable
 from loomserve.platform.config import LOCAL_NODE, Device
 from loomserve.platform.devices.binding import place
-from loomserve.platform.fleet.messages import (
-    ModelRoute,
-    ReplicaRoute,
-    ServedEngines,
-    ServedModel,
-)
+from loomserve.platform.fleet.messages import ModelRoute, ReplicaRoute, ServedEngines, ServedModel
 from loomserve.platform.fleet.registry import Registry
 from loomserve.platform.fleet.snapshot import FleetModel, ModelRecord, ReplicaRecord
 from loomserve.platform.state import (

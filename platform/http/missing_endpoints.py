@@ -29,7 +29,7 @@ class MissingEndpoints:
             if missing.is_form and not _reads_sound():
                 raise NotFound(
                     f"The model {self._model!r} can {missing.does}, but nothing here reads sound. "
-                    "Ask the operator to install vLLM with its extra: vllm[audio].",
+                    "Ask the operator to install Loomserve's extra for it: loomserve[audio].",
                     reason="audio_not_installed",
                 )
             return

@@ -24,12 +24,7 @@ from loomserve.platform.models.remote import is_remote
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "*.tiktoken",
+    *("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "*.tiktoken"),
 )
 _PLAIN_ATTENTION = frozenset({"llama", "qwen2", "qwen3"})
 """``model_type`` of architectures that are known to have it."""

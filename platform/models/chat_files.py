@@ -13,19 +13,14 @@ import msgspec
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from loomserve.platform.base.plain_reason import first_line
 from loomserve.platform.models.policy.families import REASONING, TOOL_CALLS
 from loomserve.platform.models.policy.parsers import ChatFiles, choose
 from loomserve.platform.state.parsers import ChatParsers
 
 _FILES = (
-    "config.json",
-    "params.json",
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "tekken.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
+    *("config.json", "params.json", "tokenizer_config.json", "tokenizer.json", "tekken.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
 _SHOWN_END = 100
 _CONVERSATION = [{"role": "user", "content": "Hello."}]
@@ -41,7 +36,7 @@ def choose_parsers(
         words = Path(tokenizer) if tokenizer and Path(tokenizer).is_dir() else folder
         files = _read(folder, words, options)
     except Exception as error:  # of files, or of the hub's client: a model does without parsers
-        files = ChatFiles(problem=f"its files cannot be read: {_line(error)}")
+        files = ChatFiles(problem=f"its files cannot be read: {first_line(error)[:200]}")
     return choose(files, options)
 
 
@@ -50,10 +45,6 @@ def fetch_from_hub(name: str, revision: str | None) -> None:
     # Engines will say what is wrong with the hub or the id: they need the weights.
     with suppress(Exception):
         _from_hub(name, revision, here_only=False)
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _from_hub(name: str, revision: str | None, here_only: bool) -> Path:

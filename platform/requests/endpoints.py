@@ -66,11 +66,7 @@ _pooling = partial(
     Endpoint, lists=("input",), counted=Counted.ONE, generates=False, in_batches=True
 )
 _rendering = partial(
-    Endpoint,
-    computes=False,
-    generates=False,
-    counted=Counted.ONE,
-    most_bytes=MOST_TOKENIZE_BYTES,
+    Endpoint, computes=False, generates=False, counted=Counted.ONE, most_bytes=MOST_TOKENIZE_BYTES
 )
 _CHAT, _COMPLETIONS, _MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 _PAIRS = ("queries", "documents", "items", "data_1", "data_2", "text_1", "text_2")

@@ -30,7 +30,12 @@ from loomserve.platform.requests.policy.conversation import check_conversation, 
 from loomserve.platform.requests.policy.fields import PLATFORMS_OWN, RESPONSES
 from loomserve.platform.requests.policy.grammars import check_grammars
 from loomserve.platform.requests.policy.logprobs import check_logprobs
-from loomserve.platform.requests.policy.obeyed import asking_nothing, check_obeyed, thinking
+from loomserve.platform.requests.policy.obeyed import (
+    asking_nothing,
+    check_form_obeyed,
+    check_obeyed,
+    thinking,
+)
 from loomserve.platform.requests.policy.sequences import (
     check_number,
     check_prompts,
@@ -86,6 +91,7 @@ class EngineRequest:
         if endpoint.is_form:
             form = ClientForm.of(body, content_type)
             _refuse_platform_fields(form.fields)
+            check_form_obeyed(form.fields)
             return cls(path, form.fields, form=form)
         fields, texts = read_body(body)
         _check(path, fields, texts)
@@ -106,16 +112,6 @@ class EngineRequest:
         return self.endpoint.at_engine
 
     @property
-    def takes_hints(self) -> bool:
-        """Whether the request has room for hints to the engine's scheduler."""
-        return self.endpoint.hints
-
-    @property
-    def costs_tokens(self) -> bool:
-        """Whether an engine's model computes it."""
-        return self.endpoint.computes
-
-    @property
     def streams(self) -> bool:
         return self.endpoint.streams and bool(self.fields.get("stream"))
 
@@ -132,7 +128,7 @@ class EngineRequest:
         """Raises BadRequest for more than ``most`` sequences, more texts to embed than vLLM
         takes, or more log probabilities than others can wait for."""
         check_number(self.endpoint, self.fields, self.texts, most)
-        check_logprobs(self.fields, self._prompts)
+        check_logprobs(self.fields, self._prompts, repeats=self.path == RESPONSES)
 
     def check_conversation(self, media_hosts: Collection[str]) -> None:
         """Raises BadRequest if messages are wrong, too many, or link to media elsewhere."""
@@ -187,7 +183,7 @@ class EngineRequest:
         A client's own salt still separates its requests. Requests without KV blocks stay as they
         are. Raises BadRequest if the client's salt is not valid.
         """
-        if not self.costs_tokens:
+        if not self.endpoint.computes:
             return self
         own = self.fields.get("cache_salt")
         if own is not None and not (isinstance(own, str) and 0 < len(own) <= _LONGEST_SALT):
@@ -220,7 +216,7 @@ class EngineRequest:
         if background:
             hints[BACKGROUND] = 1
         own = self.fields.get(_XARGS)
-        if not hints or not self.takes_hints or not isinstance(own, dict | None):
+        if not hints or not self.endpoint.hints or not isinstance(own, dict | None):
             return self
         return self._with({_XARGS: {**(own or {}), **hints}})
 

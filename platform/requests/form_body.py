@@ -161,7 +161,9 @@ class _Parts:
             self.files.append(self._name)
             return
         try:
-            self.fields[self._name] = self._data.decode()
+            text = self._data.decode()
+            before = self.fields.get(self._name)
+            self.fields[self._name] = text if before is None else f"{before},{text}"
         except UnicodeDecodeError:
             raise BadRequest(f"{self._name} is not UTF-8", param=self._name) from None
 
@@ -172,8 +174,9 @@ class _Parts:
 def _typed(fields: Mapping[str, str]) -> dict[str, Any]:
     """The fields, with those that the platform looks at typed; raises BadRequest for wrong ones."""
     typed: dict[str, Any] = dict(fields)
-    if "stream" in typed:
-        typed["stream"] = fields["stream"].lower() in _YES
+    for name in ("stream", "use_beam_search"):
+        if name in typed:
+            typed[name] = fields[name].lower() in _YES
     if "n" in typed:
         if not (fields["n"].isascii() and fields["n"].isdecimal() and len(fields["n"]) < 10):
             raise BadRequest("n must be a whole number", param="n")

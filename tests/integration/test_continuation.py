@@ -24,6 +24,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
 from loomserve.platform.front_end.engine.serving import ModelServing
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
@@ -264,7 +265,8 @@ class Front:
 
     async def start(self, options: dict[str, Any], engines: dict[str, ServedEngine]) -> None:
         metrics = ContinuationMetrics(self.registry).of(self.name)
-        self.serving = ModelServing(self.name, options, self.choose, metrics, bounds=BOUNDS)
+        client = ReplicaSetClient(self.name, self.choose, metrics, bounds=BOUNDS)
+        self.serving = ModelServing(self.name, options, client)
         await self.serving.start()
         self.serving.client.set_replicas({key: each.address for key, each in engines.items()})
 

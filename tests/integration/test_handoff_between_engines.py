@@ -24,6 +24,7 @@ from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.engine.core.messages import EngineStart
 from loomserve.platform.front_end.engine.handoffs import Handoffs
+from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
 from loomserve.platform.front_end.engine.serving import ModelServing
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.front_end.routing import RoutingRequest
@@ -81,10 +82,13 @@ class Model:
         self._serving = ModelServing(
             "demo",
             {key: value for key, value in start.options.items() if key != "served_model_name"},
-            self._choose,
-            ContinuationMetrics(CollectorRegistry()).of("demo"),
-            left=self._left,
-            handoffs=Handoffs(self._role_of, LOCAL_PROMPT_TOKENS),
+            ReplicaSetClient(
+                "demo",
+                self._choose,
+                ContinuationMetrics(CollectorRegistry()).of("demo"),
+                left=self._left,
+                handoffs=Handoffs(self._role_of, LOCAL_PROMPT_TOKENS),
+            ),
         )
         self.run(self._serving.start())
 

@@ -32,7 +32,12 @@ def direct_dependencies() -> dict[str, set[str]]:
     groups = {"Runtime": PROJECT["dependencies"]}
     groups |= {
         heading: PROJECT["optional-dependencies"][extra]
-        for heading, extra in (("CPU", "cpu"), ("CUDA", "cuda"), ("Development", "dev"))
+        for heading, extra in (
+            ("CPU", "cpu"),
+            ("CUDA", "cuda"),
+            ("Audio", "audio"),
+            ("Development", "dev"),
+        )
     }
     return {heading: {normal_name(line) for line in lines} for heading, lines in groups.items()}
 

@@ -9,11 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from loomserve.platform.config import Elastic
-from loomserve.platform.elastic.policy.snapshot import (
-    ElasticModel,
-    ElasticSnapshot,
-    PresenceChange,
-)
+from loomserve.platform.elastic.policy.snapshot import ElasticModel, ElasticSnapshot, PresenceChange
 from loomserve.platform.elastic.policy.victims import chosen_victims
 from loomserve.platform.state import Presence
 

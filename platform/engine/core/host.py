@@ -15,6 +15,7 @@ import msgspec
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.plain_reason import first_line
+from loomserve.platform.base.processes import own_log
 from loomserve.platform.engine.core.messages import ERRORS, HEAD, EngineFacts, EngineStart
 from loomserve.platform.engine.process.engine_process import EngineProcess, start_process
 from loomserve.platform.engine.process.peer_process import POLL_INTERVAL_S, until_wedged
@@ -80,8 +81,8 @@ class EngineHost:
         except TimeoutError:
             await host.stop(0)
             raise StartError(
-                f"the engine was not ready after {timeout_s:.0f} s: look into its log for what it "
-                "was doing, or give it more time"
+                f"the engine was not ready after {timeout_s:.0f} s: look into {own_log()} for what "
+                "it was doing, or give it more time"
             ) from None
         except Exception as error:
             await host.stop(0)
@@ -255,9 +256,12 @@ class EngineHost:
             return "its process does not speak to the replica any more"
         if self._ended_for:
             return f"{self._ended_for}, so it was killed"
+        if code == -signal.SIGKILL:
+            return "its process was ended by SIGKILL"
+        how = f"ended with status {code}"
         if code < 0:
-            return f"its process was ended by {signal.Signals(-code).name}"
-        return f"its process ended with status {code}; its log says why"
+            how = f"was ended by {signal.Signals(-code).name}"
+        return f"its process {how}; {own_log()} says why"
 
 
 class MoveOrders:

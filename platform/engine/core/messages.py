@@ -34,8 +34,7 @@ class EngineStart(BaseModel):
     )
     address: EngineAddress
     host: str | None = Field(
-        None,
-        description="Address at which clients on other nodes reach it; None: there are none.",
+        None, description="Address at which clients on other nodes reach it; None: there are none."
     )
     simulated: bool = Field(default=False, description="Whether it is to compute nothing.")
     device: str = Field("", description="Its device, by which a simulated one has its faults.")

@@ -30,14 +30,7 @@ from loomserve.kvstore.storage.checksum import BlockLayout
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Device
 from loomserve.platform.costs import transfer_time
-from loomserve.platform.costs.profile import (
-    Profile,
-    ProfileKey,
-    Transfer,
-    held_out,
-    mape,
-    noise,
-)
+from loomserve.platform.costs.profile import Profile, ProfileKey, Transfer, held_out, mape, noise
 from loomserve.platform.costs.step_time import OnlineModel, StepTimes, TimedStep
 from loomserve.platform.costs.transfer_time import TimedTransfer
 from loomserve.platform.devices.binding import on_cores

@@ -39,6 +39,10 @@ from loomserve.platform.http.engine_errors import shortened
 
 _log = logging.getLogger(__name__)
 
+_OF_ANOTHER_TYPE = (
+    "a field has a value of another type than its place is for, or a name that is not its own; "
+    "compare the request with the endpoint's documentation"
+)
 _READ_LATE = ("messages", "input")
 _COLLECTIONS = ("list", "tuple", "set", "frozenset", "dict")
 # Classes of Python's, of which clients know nothing.
@@ -91,10 +95,7 @@ class InputValidator:
             # vLLM's validators look into values before these have been found to be of their types.
             _log.info("a request was refused: %s in vLLM's validators", type(error).__name__)
             self.check_types(value)
-            raise BadRequest(
-                "a field has a value of another type than its place is for; compare the request "
-                "with the endpoint's documentation"
-            ) from None
+            raise BadRequest(_OF_ANOTHER_TYPE) from None
 
     def check_types(self, value: Any) -> None:
         """Check types alone, also of what vLLM would read later; raises BadRequest."""
@@ -140,14 +141,14 @@ async def _refuse(_: Request, error: Any) -> JSONResponse:
 
 async def _refuse_faults(request: Request, error: Any) -> JSONResponse:
     if isinstance(error, ValidationError):
-        return await _refuse(request, await _refused_late(request, error))
+        return await _refuse(request, await refused_late(request, error))
     # FastAPI's own: of headers, and of what is no JSON.
     listed = [each for each in error.errors()[:1] if isinstance(each, dict)]
     says = _words(listed[0]) if listed else shortened(str(next(iter(error.errors()), "")))
     return await _refuse(request, BadRequest(says))
 
 
-async def _refused_late(request: Request, error: ValidationError) -> BadRequest:
+async def refused_late(request: Request, error: ValidationError) -> BadRequest:
     """The error for a part that vLLM has read by itself, which does not say where that part is."""
     body = await request.json()
     try:
@@ -166,6 +167,8 @@ async def _refuse_client(request: Request, error: Any) -> JSONResponse:
         return await _refuse_faults(request, error)
     status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 400)
     says = Exception.__str__(error) if isinstance(error, VLLMError) else str(error)
+    if isinstance(error, TypeError) or isinstance(error.__cause__, TypeError):
+        says = _OF_ANOTHER_TYPE  # Python's words are of code
     param = getattr(error, "parameter", None)
     return JSONResponse({"error": {"message": _sanitized(says), "param": param}}, status)
 

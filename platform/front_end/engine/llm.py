@@ -17,13 +17,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from loomserve.platform.disaggregation.metrics import HandoffMetrics
-from loomserve.platform.front_end.engine.answers.late_logprobs import with_prompt_logprobs
+from loomserve.platform.front_end.engine.answers.late_logprobs import with_logprobs
 from loomserve.platform.front_end.engine.answers.texts import AnswerTexts
 from loomserve.platform.front_end.engine.grammar_checks import GrammarChecks, compiled
 from loomserve.platform.front_end.engine.replica import ConnectedReplica
 from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
 from loomserve.platform.front_end.engine.statistics import ReplicaStatistics
-from loomserve.platform.requests.policy.logprobs import most_tokens
+from loomserve.platform.requests.policy.logprobs import MOST_AT_ONCE, MOST_IN_A_CHUNK, most_tokens
 from loomserve.platform.simulated.options import SIMULATED_CONFIG, refusal
 
 # Any number but one tells vLLM not to keep what it has sent of images from an engine, which only
@@ -114,8 +114,8 @@ class FrontEndLLM(AsyncLLM):  # type: ignore[misc]
     ) -> AsyncGenerator[RequestOutput, None]:
         outputs = super().generate(prompt, sampling_params, *args, **kwargs)
         # One layer more would cost each token of all other requests.
-        if sampling_params.prompt_logprobs is not None:
-            outputs = with_prompt_logprobs(outputs)
+        if (sampling_params.logprobs, sampling_params.prompt_logprobs) != (None, None):
+            outputs = with_logprobs(outputs)
         return outputs if sampling_params.structured_outputs is None else compiled(outputs)
 
     @property
@@ -163,15 +163,17 @@ class FrontEndLLM(AsyncLLM):  # type: ignore[misc]
 
 def _bound_logprobs(prompt: Any, params: SamplingParams) -> None:
     """Bound log probabilities of a prompt (or raise VLLMValidationError), and of an answer."""
+    at_once = params.output_kind is RequestOutputKind.FINAL_ONLY
     if params.prompt_logprobs is not None:
         tokens = len(prompt.get("prompt_token_ids") or ()) if isinstance(prompt, dict) else 0
-        if (most := most_tokens(params.prompt_logprobs, 1)) < tokens:
+        # A stream echoes its prompt in one chunk.
+        in_one = MOST_AT_ONCE if at_once else MOST_IN_A_CHUNK
+        if (most := most_tokens(params.prompt_logprobs, 1, in_one)) < tokens:
             raise VLLMValidationError(
                 f"With {params.prompt_logprobs} log probabilities for each token a prompt may have "
                 f"{most} tokens, and this one has {tokens}. Ask for fewer, or shorten it.",
                 parameter="prompt_logprobs",
             )
-    at_once = params.output_kind is RequestOutputKind.FINAL_ONLY
     if params.logprobs is not None and at_once and params.max_tokens is not None:
         most = most_tokens(params.logprobs, params.n)
         params.max_tokens = max(min(params.max_tokens, most), params.min_tokens)

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
@@ -63,22 +63,6 @@ _POLL_INTERVAL_S, _REST_INTERVAL_S = 0.05, 0.5
 _SEEK_S = 1.0
 
 
-class ReplicaEvents(Protocol):
-    """What a replica reports to its client."""
-
-    def on_connected(self, replica: ConnectedReplica) -> None: ...
-
-    def on_outputs(self, replica: ConnectedReplica, frames: Sequence[Any]) -> None: ...
-
-    def on_loaded(
-        self, replica: ConnectedReplica, load: LoadReport, counted_until: float
-    ) -> None: ...
-
-    def on_gone(self, replica: ConnectedReplica, *, ended: bool) -> None: ...
-
-    def on_forgotten(self, replica: ConnectedReplica) -> None: ...
-
-
 class ConnectedReplica:
     """One replica of a model, for as long as the platform has it."""
 
@@ -88,10 +72,11 @@ class ConnectedReplica:
         index: int,
         address: EngineAddress,
         identity: bytes,
-        events: ReplicaEvents,
+        events: Any,
         clock: Clock,
     ) -> None:
-        """``index`` is its number in statistics, unique in this front end."""
+        """``index`` is its number in statistics, unique in this front end; ``events`` is the
+        ``ReplicaSetClient``, by its ``on_...`` methods, whose module imports this one."""
         self.id = replica_id
         self.index = index
         self.open: dict[str, OpenRequest] = {}

@@ -2,11 +2,12 @@
 
 ::
 
-    serving = ModelServing("chat", options, choose, metrics.of("chat"))
+    client = ReplicaSetClient("chat", choose, metrics.of("chat"))
+    serving = ModelServing("chat", options, client)
     await serving.start()
-    serving.client.set_replicas({"r1": EngineAddress(...), "r2": EngineAddress(...)})
+    client.set_replicas({"r1": EngineAddress(...), "r2": EngineAddress(...)})
     await serving.app(scope, receive, send)
-    await serving.client.drain("r1", timeout_s=10)
+    await client.drain("r1", timeout_s=10)
     await serving.close()
 """
 
@@ -42,13 +43,9 @@ from loomserve.platform.front_end.engine.answers.endpoints import answer_directl
 from loomserve.platform.front_end.engine.answers.inputs import check_inputs
 from loomserve.platform.front_end.engine.answers.messages import use_messages
 from loomserve.platform.front_end.engine.answers.tool_calls import correct_tool_calls
-from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.input_errors import bound_input_errors
 from loomserve.platform.front_end.engine.llm import FrontEndLLM
-from loomserve.platform.front_end.engine.replica_client import Loaded, ReplicaSetClient
-from loomserve.platform.front_end.metrics import ModelContinuationMetrics
-from loomserve.platform.front_end.policy.continuation import ContinuationBounds
-from loomserve.platform.front_end.routing import Choose, Left, nothing
+from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
 from loomserve.platform.http.engine_errors import no_replica
 
 _log = logging.getLogger(__name__)
@@ -98,13 +95,8 @@ class ModelServing:
         self,
         name: str,
         options: Mapping[str, Any],
-        choose: Choose,
-        metrics: ModelContinuationMetrics,
+        client: ReplicaSetClient,
         *,
-        left: Left = nothing,
-        loaded: Loaded = nothing,
-        bounds: ContinuationBounds | None = None,
-        handoffs: Handoffs | None = None,
         traced: bool = False,
     ) -> None:
         """``options``: vLLM's, of its server and of the engine, as the replicas' engines were
@@ -113,10 +105,8 @@ class ModelServing:
         self._name = name
         self._traced = traced
         self._options = options
-        self._bounds = bounds or ContinuationBounds()
-        self.client = ReplicaSetClient(
-            name, choose, metrics, left=left, loaded=loaded, bounds=self._bounds, handoffs=handoffs
-        )
+        self._wait_s = client.requests.bounds.reroute_timeout_s
+        self.client = client
         self._llm: FrontEndLLM | None = None
         self._args: Any = None
         self._models: Any = None
@@ -148,7 +138,7 @@ class ModelServing:
         """vLLM's app, as soon as an engine has said what it can do."""
         while True:
             try:
-                await self.client.wait_for_replica(self._bounds.reroute_timeout_s)
+                await self.client.wait_for_replica(self._wait_s)
                 tasks = await llm.get_supported_tasks()
                 break
             except Unavailable:
@@ -191,7 +181,7 @@ class ModelServing:
         """vLLM's app, once a replica has said what the model can do; raises Unavailable."""
         assert self._app is not None, "start() comes first"
         try:
-            async with asyncio.timeout(self._bounds.reroute_timeout_s):
+            async with asyncio.timeout(self._wait_s):
                 return await asyncio.shield(self._app)
         except TimeoutError:
             raise no_replica(self._name) from None

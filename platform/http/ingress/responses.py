@@ -12,37 +12,16 @@ from starlette.responses import JSONResponse, Response
 
 from loomserve.platform.base.errors import (
     BadRequest,
-    BodyTooLarge,
-    Conflict,
-    Forbidden,
     InternalError,
     MethodNotAllowed,
     NotFound,
     RequestError,
-    RequestTimeout,
-    TooManyRequests,
-    Unauthorized,
-    Unavailable,
 )
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.config import FieldError
 from loomserve.platform.http.ingress.paths import nothing_at
 
 T = TypeVar("T")
-
-_BY_STATUS: dict[int, type[RequestError]] = {
-    error.status: error
-    for error in (
-        Unauthorized,
-        Forbidden,
-        NotFound,
-        RequestTimeout,
-        Conflict,
-        BodyTooLarge,
-        TooManyRequests,
-        Unavailable,
-    )
-}
 
 
 def error_response(error: RequestError) -> Response:
@@ -72,10 +51,9 @@ async def _refuse_http(request: Request, error: HTTPException) -> NoReturn:
             f"{path} does not answer {request.method}. Use {allow or 'another method'}.",
             allow=allow,
         ) from None
-    if error.status_code == NotFound.status and error.detail == "Not Found":
+    if error.status_code == NotFound.status:
         raise nothing_at(path) from None
-    fallback = BadRequest if error.status_code < 500 else InternalError
-    raise _BY_STATUS.get(error.status_code, fallback)(error.detail) from None
+    raise BadRequest(error.detail) from None
 
 
 async def _refuse_validation(_: Request, error: RequestValidationError) -> NoReturn:

@@ -16,13 +16,18 @@ MOST_A_STEP = 4096
 """Of one token of each of a request's answers."""
 MOST_AT_ONCE = 2**15
 """Of a prompt, and of all answers of a request that does not stream."""
+MOST_IN_A_CHUNK = 2**13
+"""Of a prompt that a stream echoes, and of an answer that its stream's end repeats."""
 
 # Where endpoints say how many each token has beside its own.
 _NAMES = ("top_logprobs", "logprobs")
 
 
-def check_logprobs(fields: Mapping[str, Any], prompts: int) -> None:
-    """Raises BadRequest if a request with so many prompts asks for too many."""
+def check_logprobs(fields: Mapping[str, Any], prompts: int, *, repeats: bool = False) -> None:
+    """Raises BadRequest if a request with so many prompts asks for too many.
+
+    ``repeats``: a stream's end says again what its chunks have said.
+    """
     prompt = fields.get("prompt_logprobs")
     if prompt is not None and _whole(prompt) and not 0 <= prompt < MOST_A_STEP:
         raise _too_many("prompt_logprobs", prompt)
@@ -39,24 +44,26 @@ def check_logprobs(fields: Mapping[str, Any], prompts: int) -> None:
             param=name,
         )
     lengths = [fields[length] for length in LENGTHS if _whole(fields.get(length))]
-    if fields.get("stream") is True or not lengths:
+    streams = fields.get("stream") is True
+    if (streams and not repeats) or not lengths:
         return
-    if (tokens := max(lengths)) > (most := MOST_AT_ONCE // (sequences * (each + 1))):
+    bound = MOST_IN_A_CHUNK if streams else MOST_AT_ONCE
+    if (tokens := max(lengths)) > (most := bound // (sequences * (each + 1))):
         raise BadRequest(
             f"{sequences} answers of {tokens} tokens with {each + 1} log probabilities each are "
-            f"more than {MOST_AT_ONCE}, with which others would wait; ask for {most} tokens at "
-            "most, or for a stream",
+            f"more than {bound}, with which others would wait; ask for {most} tokens at most"
+            f"{'' if repeats else ', or for a stream'}",
             param=name,
         )
 
 
-def most_tokens(each: int, answers: int) -> int:
-    """Tokens of a prompt, or of each answer that does not stream.
+def most_tokens(each: int, answers: int, most: int = MOST_AT_ONCE) -> int:
+    """Tokens of a prompt, or of each answer, of which there are no more than ``most``.
 
     ``each``: log probabilities of a token beside its own; negative: the whole vocabulary.
     ``answers`` are to one prompt.
     """
-    return max(1, MOST_AT_ONCE // ((each + 1) * answers)) if each >= 0 else 1
+    return max(1, most // ((each + 1) * answers)) if each >= 0 else 1
 
 
 def _of_a_token(fields: Mapping[str, Any]) -> tuple[int | None, str]:

@@ -21,12 +21,14 @@ from loomserve.platform.requests.policy.fields import (
     RESPONSES,
     TEXT_ENDPOINTS,
     WITHOUT_EFFECT,
+    names,
 )
 from loomserve.platform.requests.policy.refused_fields import (
     OFF,
     OFF_VALUES,
     REFUSED,
     REFUSED_EMBEDDINGS,
+    REFUSED_FORMS,
     here,
     is_off,
 )
@@ -37,35 +39,17 @@ _THINKING = "thinking"
 # are old results, and Claude Code sends it.
 _OF_MESSAGES = frozenset({_THINKING, "context_management"})
 _TAKEN: Mapping[str, frozenset[str]] = {
-    path: names | WITHOUT_EFFECT | (_OF_MESSAGES if path == MESSAGES else frozenset())
-    for path, names in PASSED_ON.items()
+    path: passed | WITHOUT_EFFECT | (_OF_MESSAGES if path == MESSAGES else frozenset())
+    for path, passed in PASSED_ON.items()
 }
 
 # Of a beam search vLLM obeys n, the bounds of the length, temperature and length_penalty.
-_NOT_OF_BEAMS = (
-    "response_format",
-    "structured_outputs",
-    "stop",
-    "stop_token_ids",
-    "min_tokens",
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "thinking_token_budget",
-    "prompt_logprobs",
-    "repetition_detection",
-)
-_BEAMS_OFF: Mapping[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "response_format": ({"type": "text"},),
-}
+_NOT_OF_BEAMS = names("""
+    response_format structured_outputs stop stop_token_ids min_tokens logit_bias bad_words
+    allowed_token_ids top_p top_k min_p seed presence_penalty frequency_penalty
+    repetition_penalty thinking_token_budget prompt_logprobs repetition_detection
+    """)
+_BEAMS_OFF: Mapping[str, tuple[Any, ...]] = {"top_p": (1,), "response_format": ({"type": "text"},)}
 
 # How DeepSeek, Mistral and Moonshot mark an answer that is to go on.
 _PREFIXES = ("prefix", "partial")
@@ -131,6 +115,14 @@ def check_obeyed(
         )
 
 
+def check_form_obeyed(fields: Mapping[str, Any]) -> None:
+    """The same of a form."""
+    for name, known in REFUSED_FORMS.items():
+        searched = name == "n" and fields.get("use_beam_search") is True
+        if not searched and not known.is_off(fields.get(name)):
+            raise _not_obeyed(name, known.instead)
+
+
 def thinking(path: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fields to add, by which a model's template obeys Anthropic's ``thinking``."""
     given = fields.get(_THINKING)
@@ -160,7 +152,7 @@ def asking_nothing(path: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_beams(fields: Mapping[str, Any]) -> None:
-    for name in _NOT_OF_BEAMS:
+    for name in sorted(_NOT_OF_BEAMS):
         off = _BEAMS_OFF.get(name) or OFF_VALUES.get(name, OFF)
         if name in fields and not is_off(fields[name], off):
             raise _not_obeyed(name, "a beam search does not look at it: leave out one of the two")

@@ -190,6 +190,18 @@ REFUSED_EMBEDDINGS: Mapping[str, RefusedField] = {
 }
 """Of ``/v1/embeddings``: Cohere's, NIM's, Voyage's, Jina's, Ollama's."""
 
+REFUSED_FORMS: Mapping[str, RefusedField] = {
+    "n": RefusedField("only a beam search (use_beam_search) has several answers", (1,)),
+    "include[]": RefusedField("no log probabilities of recordings are here; leave it out"),
+    "chunking_strategy": RefusedField("recordings are cut where they are quiet", ("", "auto")),
+    "known_speaker_names[]": RefusedField("speakers are not told apart; leave it out"),
+    "known_speaker_references[]": RefusedField("speakers are not told apart; leave it out"),
+    "timestamp_granularities[]": RefusedField(
+        'times are of segments, with response_format "verbose_json"', ("", "segment")
+    ),
+}
+"""Of transcriptions and translations, whose fields are texts."""
+
 _AS_FORMAT = {CHAT: "response_format", RESPONSES: "text.format", MESSAGES: "output_config.format"}
 _AS_EFFORT = {CHAT: "reasoning_effort", RESPONSES: "reasoning.effort",
               MESSAGES: "output_config.effort"}  # fmt: skip

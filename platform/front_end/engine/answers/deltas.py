@@ -1,4 +1,4 @@
-"""More text of an answer, token by token, without vLLM's objects of it unless somebody looks.
+"""What comes of an answer, token by token, without vLLM's objects of it unless somebody looks.
 
 vLLM makes a ``RequestOutput`` and a ``CompletionOutput`` of each token, of which most streams pass
 on the text alone.
@@ -6,13 +6,14 @@ on the text alone.
 
 from __future__ import annotations
 
+from collections import deque
 from operator import attrgetter, is_
 from typing import Any
 
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.engine.output_processor import RequestState
+from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
 # With trace headers, which only an answer's end is told by.
 _OF_ANY = {"request_id", "new_token_ids", "trace_headers"}
@@ -79,3 +80,39 @@ class DeltaState(RequestState):  # type: ignore[misc]
         detokenizer = self.detokenizer
         detokenizer.update(tokens, False)
         self.queue.put(Delta(self, tokens, detokenizer.get_next_output_text(False, True)))
+
+
+class EachResult(RequestOutputCollector):  # type: ignore[misc]
+    """Results of a stream with log probabilities, step by step: vLLM adds up what comes while the
+    client is behind, and would write it in one go."""
+
+    _later: deque[Any]
+
+    @classmethod
+    def take_over(cls, state: RequestState) -> None:
+        """Make the state's queue one of these, if its request is such."""
+        probabilities, queue = state.logprobs_processor, state.queue
+        if type(queue) is not RequestOutputCollector or not queue.aggregate:
+            return
+        if probabilities.logprobs is not None:
+            queue.__class__, queue._later = cls, deque()
+
+    def put(self, output: Any) -> None:
+        if self.output is None or isinstance(output, Exception):
+            super().put(output)
+        else:
+            self._later.append(output)
+
+    async def get(self) -> Any:
+        output = await super().get()
+        self._show_next()
+        return output
+
+    def get_nowait(self) -> Any:
+        output = super().get_nowait()
+        self._show_next()
+        return output
+
+    def _show_next(self) -> None:
+        if self.output is None and self._later:
+            super().put(self._later.popleft())

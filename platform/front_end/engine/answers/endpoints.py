@@ -1,4 +1,4 @@
-"""vLLM's endpoints of chats and completions, without what FastAPI does for each request."""
+"""vLLM's endpoints of chats, completions and responses, without what FastAPI does for each."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.entrypoints.openai.responses.api_router import _convert_stream_to_sse_events
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
@@ -20,12 +21,14 @@ from loomserve.platform.front_end.engine.answers.late_logprobs import (
     late_logprobs,
     written,
 )
+from loomserve.platform.front_end.engine.input_errors import refused_late
 from loomserve.platform.http.asgi import ON_LEFT
 from loomserve.platform.requests.endpoints import AT_ENGINE
 
 _METHODS = {
     "openai_serving_chat": "create_chat_completion",
     "openai_serving_completion": "create_completion",
+    "openai_serving_responses": (_RESPONSES := "create_responses"),
 }
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -51,10 +54,12 @@ class DirectEndpoint:
         scope[ON_LEFT].append(task.cancel)
         raw = Request(scope, receive, send)
         request = self.reader.validate_python(json.loads(await raw.body()))
-        late = None if request.stream else LateLogprobs(request.n or 1)
+        late = None if request.stream else LateLogprobs(getattr(request, "n", None) or 1)
         token = late_logprobs.set(late)
         try:
             answer = await getattr(self.serving, self.method)(request, raw)
+        except ValidationError as error:
+            raise await refused_late(raw, error) from None
         finally:
             late_logprobs.reset(token)
         if isinstance(answer, BaseModel):
@@ -65,6 +70,8 @@ class DirectEndpoint:
             await send({"type": "http.response.body", "body": body})
             return
         await send({"type": "http.response.start", "status": 200, "headers": [_EVENTS]})
+        if self.method == _RESPONSES:
+            answer = _convert_stream_to_sse_events(answer)
         async with aclosing(with_sse_keep_alive(answer, self.keep_alive_s)) as chunks:
             async for chunk in chunks:
                 piece = {"body": chunk.encode(), "more_body": True}

@@ -2,7 +2,7 @@
 
 vLLM makes objects and JSON of all of them in one go, 10 to 28 µs each, on the event loop of all
 streams. Here they are left out of its answer, and put into its JSON in slices, between which the
-loop turns. What a slice says is vLLM's.
+loop turns, as it does between a stream's chunks that have some. What a slice says is vLLM's.
 """
 
 from __future__ import annotations
@@ -78,10 +78,19 @@ def slices(given: Sequence[Any]) -> Iterator[slice]:
     return (slice(at, at + step) for at in range(0, len(given), step))
 
 
-async def with_prompt_logprobs(
+async def with_turns(each: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """The same, between which the event loop turns."""
+    async with aclosing(each):
+        async for one in each:
+            yield one
+            await asyncio.sleep(0)
+
+
+async def with_logprobs(
     outputs: AsyncGenerator[RequestOutput, None],
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The outputs of a request, whose prompt's log probabilities are formed in slices."""
+    """The outputs of a request, between which the event loop turns, as between slices of its
+    prompt's log probabilities."""
     late = late_logprobs.get()
     if late is not None:
         place, late.asked = late.asked, late.asked + 1
@@ -95,23 +104,32 @@ async def with_prompt_logprobs(
                 # As many as vLLM looks for.
                 output.prompt_logprobs = [None] * len(found)
             yield output
+            await asyncio.sleep(0)
 
 
 async def written(answer: BaseModel, late: LateLogprobs | None) -> bytes:
     """An answer of vLLM's in JSON, with what has been left out of it."""
-    told = answer.model_dump()
+    told = answer.model_dump(mode="json", by_alias=True)
     left: dict[str, str] = {}
-    if late is not None and (choices := told.get("choices")):
+    if late is not None:
+        choices = told.get("choices", ())
         for place, parts in late.choices.items():
-            if (of_answer := choices[place].get("logprobs")) is not None:
-                await _put(parts, [of_answer], left)
-        for place, found in late.prompts.items():
+            of_answer = choices[place].get("logprobs") if choices else None
+            texts = _texts_with_some(told) if of_answer is None else [of_answer]
+            await _put(parts, texts, left)
+        for place, found in late.prompts.items() if choices else ():
             of = slice(place * late.answers, (place + 1) * late.answers)
             await _put(_of_prompt(found), [told] if _PROMPT in told else choices[of], left)
     text = json.dumps(told, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for mark, said in left.items():
         text = text.replace(f'"{mark}"', said)
     return text.encode()
+
+
+def _texts_with_some(response: dict[str, Any]) -> list[dict[str, Any]]:
+    """Texts of an answer of the Responses API that have log probabilities."""
+    parts = [part for item in response.get("output", ()) for part in item.get("content") or ()]
+    return [part for part in parts if part.get("logprobs") is not None]
 
 
 def _of_prompt(found: Sequence[Any]) -> Parts:

@@ -25,7 +25,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutp
 from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from loomserve.platform.front_end.engine.answers.deltas import DeltaState
+from loomserve.platform.front_end.engine.answers.deltas import DeltaState, EachResult
 from loomserve.platform.front_end.policy.prompt_end import UNFINISHED, Decode, PromptEnd, prompt_end
 
 # Enough of an answer's end to show whether its last character is whole.
@@ -46,6 +46,7 @@ class AnswerTexts(OutputProcessor):  # type: ignore[misc]
             state = self.request_states[request.request_id]
             self._keep_apart(state, request)
             DeltaState.take_over(state)
+            EachResult.take_over(state)
 
     def process_outputs(
         self,

@@ -19,7 +19,12 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.renderers.chat_utils import make_tool_call_id
 
-from loomserve.platform.front_end.engine.answers.late_logprobs import Parts, late_logprobs, slices
+from loomserve.platform.front_end.engine.answers.late_logprobs import (
+    Parts,
+    late_logprobs,
+    slices,
+    with_turns,
+)
 from loomserve.platform.front_end.engine.answers.messages import Messages
 from loomserve.platform.front_end.engine.answers.plain_chunks import (
     Completions,
@@ -27,6 +32,7 @@ from loomserve.platform.front_end.engine.answers.plain_chunks import (
     writes_text_alone,
 )
 from loomserve.platform.front_end.policy.finish_reasons import End, finish_reason, is_whole
+from loomserve.platform.requests.policy.logprobs import MOST_IN_A_CHUNK, most_tokens
 
 NO_PARSER = (
     "Tools cannot be used with this model: which parser reads its calls is not known here. The "
@@ -126,6 +132,10 @@ class _Responses(OpenAIServingResponses):  # type: ignore[misc]
         if _cannot_call(request, self.parser):
             return self.create_error_response(NO_PARSER, param="tools")
         _hold_to_schemas(request)
+        if request.stream and request.is_include_output_logprobs():
+            # The last events of a stream say all of them again; a longer one has been refused.
+            most = most_tokens(request.top_logprobs, 1, MOST_IN_A_CHUNK)
+            request.max_output_tokens = request.max_output_tokens or most
         return await super()._create_responses(request, raw_request)
 
     def _make_response_parser(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +148,22 @@ class _Responses(OpenAIServingResponses):  # type: ignore[misc]
         self, request: Any, params: Any, contexts: AsyncIterator[Any], *args: Any
     ) -> Any:
         told = _told_ends(contexts) if request.tools else contexts
-        return super()._process_simple_streaming_events(request, params, told, *args)
+        events = super()._process_simple_streaming_events(request, params, told, *args)
+        return with_turns(events) if request.is_include_output_logprobs() else events
+
+    def _create_response_logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[Any], **options: Any
+    ) -> list[Any]:
+        form = partial(super()._create_response_logprobs, **options)
+
+        def parts(given: Sequence[Any]) -> Parts:
+            for some in slices(given):
+                made = form(token_ids=token_ids[some], logprobs=given[some])
+                yield {"logprobs": [each.model_dump(mode="json") for each in made]}
+
+        if (late := late_logprobs.get()) is not None and late.leave(logprobs, parts):
+            return []
+        return list(form(token_ids=token_ids, logprobs=logprobs))
 
     def _make_response_output_items(
         self, request: Any, final_output: Any, *args: Any, **kwargs: Any

@@ -58,7 +58,7 @@ def test_a_model_that_hears_needs_what_reads_sound(
     if installed:
         there.check(path)
     else:
-        with pytest.raises(NotFound, match=r"can transcribe, but .* vllm\[audio\]"):
+        with pytest.raises(NotFound, match=r"can transcribe, but .* loomserve\[audio\]"):
             there.check(path)
 
 

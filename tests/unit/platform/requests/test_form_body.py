@@ -41,7 +41,7 @@ def parsed(request: EngineRequest) -> tuple[dict[str, str], bytes]:
 
 @pytest.mark.parametrize("sound", [b"", SOUND, SOUND * 1024, b"\r\n--" + BOUNDARY[:-1]])
 def test_what_was_added_holds_and_the_file_is_the_clients(sound: bytes) -> None:
-    fields = {"model": "alias", "language": "de", "timestamp_granularities[]": "word"}
+    fields = {"model": "alias", "language": "de", "timestamp_granularities[]": "segment"}
     request = EngineRequest.of(PATH, *a_form(fields, sound))
     assert parsed(request) == (fields, sound)
     hinted = request.for_model("m").with_hints(deadline=1.5)
@@ -55,6 +55,8 @@ def test_fields_have_the_types_that_the_platform_looks_at() -> None:
     given = {"stream": "TRUE", "n": "3", "vllm_xargs": '{"a": 1}', "prompt": "true"}
     form = ClientForm.of(*a_form(given))
     assert form.fields == {"stream": True, "n": 3, "vllm_xargs": {"a": 1}, "prompt": "true"}
+    listed = a_form({"a[]": "x"}, more=part("a[]", b"y"))
+    assert ClientForm.of(*listed).fields == {"a[]": "x,y"}
     assert ClientForm.of(*a_form({"stream": "false"})).fields == {"stream": False}
 
 
@@ -105,3 +107,33 @@ def test_a_large_form_of_any_shape_costs_little(case: str) -> None:
     with contextlib.suppress(BadRequest):
         EngineRequest.of(PATH, *NASTY[case])
     assert time.thread_time() - began < 0.2
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("n", "2", "only a beam search"),
+        ("include[]", "logprobs", "leave it out"),
+        ("chunking_strategy", '{"type": "server_vad"}', "where they are quiet"),
+        ("known_speaker_names[]", "Anna", "not told apart"),
+        ("timestamp_granularities[]", "word", "of segments"),
+    ],
+)
+def test_what_a_recording_is_not_asked_for_is_refused(field: str, value: str, says: str) -> None:
+    with pytest.raises(BadRequest, match=says) as refused:
+        EngineRequest.of(PATH, *a_form({"model": "m", field: value}))
+    assert refused.value.param == field
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": "1"},
+        {"n": "2", "use_beam_search": "true"},
+        {"chunking_strategy": "auto"},
+        {"timestamp_granularities[]": "segment"},
+        {"response_format": "verbose_json", "language": "en", "whatever": "x"},
+    ],
+)
+def test_what_asks_for_nothing_else_is_taken(fields: dict[str, str]) -> None:
+    EngineRequest.of(PATH, *a_form({"model": "m", **fields}))

@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from starlette.types import Message, Send
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from loomserve.platform.http.asgi import ON_LEFT
+from loomserve.platform.http.asgi import ON_LEFT, CollectedAnswer
 from tests.unit.platform.front_end.engine.server import Server
 
 _VOCABULARY = 20000
@@ -32,6 +34,8 @@ class Answering(Server):
     tokens: Sequence[int] = ()
     at_once: int = 1
     """Steps that come before anybody has looked."""
+    is_behind: bool = False
+    """Whether clients take nothing of a stream before the engine has answered all of it."""
     _work: list[asyncio.Task[None]] = field(default_factory=list)
     halt_s: float = 0.0
     """The longest turn of the event loop since an answer began, by the loop's own CPU time."""
@@ -44,6 +48,7 @@ class Answering(Server):
         self._ours = [
             (state.openai_serving_chat, OpenAIServingChat),
             (state.openai_serving_completion, OpenAIServingCompletion),
+            (state.openai_serving_responses, OpenAIServingResponses),
             (self.llm.output_processor, OutputProcessor),
         ]
         self._ours = [(one, type(one), stock) for one, stock in self._ours]  # type: ignore[misc]
@@ -73,6 +78,14 @@ class Answering(Server):
         finally:
             await asyncio.sleep(0)
             watch.cancel()
+
+    def _sent_to(self, answer: CollectedAnswer) -> Send:
+        async def send(message: Message) -> None:
+            if self.is_behind and message.get("body") and self._work:
+                await asyncio.wait(self._work)
+            await answer.send(message)
+
+        return send
 
     async def _watch(self) -> None:
         before = time.thread_time()

@@ -12,6 +12,7 @@ from typing import Any, get_args
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
+from starlette.types import Send
 from vllm.exceptions import GracefulHTTPError
 
 from loomserve.platform.base.errors import RequestError
@@ -101,12 +102,15 @@ class Server:
             "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")], **scoped,
         }  # fmt: skip
         try:
-            await self._app(scope, receive, answer.send)
+            await self._app(scope, receive, self._sent_to(answer))
         except Exception:
             # vLLM answers first and raises then, as it does in a stream that has begun.
             if not answer.status:
                 raise
         return answer.status, bytes(answer.body)
+
+    def _sent_to(self, answer: CollectedAnswer) -> Send:
+        return answer.send
 
     def close(self) -> None:
         """End what the server runs."""

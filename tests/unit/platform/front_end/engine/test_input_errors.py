@@ -136,6 +136,12 @@ def test_what_vllm_repeats_of_the_input_is_short_and_read_soon(
     assert took_s < 0.5
 
 
+@pytest.mark.parametrize("name", ["messages", "conversation", "tokenizer", "self"])
+def test_a_name_that_is_the_renderers_own_is_refused_in_words(server: Server, name: str) -> None:
+    said, _ = refused(server, CHAT, {"messages": [USER], "chat_template_kwargs": {name: 1}})
+    assert "a name that is not its own" in said
+
+
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", RESPONSES, MESSAGES])
 def test_a_field_that_is_null_is_not_there(server: Server, path: str) -> None:
     usual = {"model": "m", "messages": [USER], "prompt": "x", "input": "x", "max_tokens": 5}

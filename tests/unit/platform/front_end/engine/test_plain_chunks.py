@@ -111,7 +111,10 @@ def test_a_stream_is_vllms(
         asked = {"logprobs": True, "top_logprobs": 1}
     server.at_once = at_once
     body = {"stream": True, "max_tokens": len(TOKENS), **ASKED[path], **asked}
-    ours, theirs = (server.answer(path, body, ours=ours) for ours in (True, False))
+    ours = server.answer(path, body, ours=True)
+    if "logprobs" in asked:
+        server.at_once = 1  # those are not added up, as vLLM does where it is behind
+    theirs = server.answer(path, body, ours=False)
     assert _CREATED.sub(b"", ours) == _CREATED.sub(b"", theirs)
     assert ours.endswith(b"data: [DONE]\n\n")
 

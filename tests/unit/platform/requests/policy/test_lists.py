@@ -97,12 +97,20 @@ def test_a_body_of_many_fields_is_refused() -> None:
         ({"logprobs": 5, "prompt": ["x"] * 100, "max_tokens": 100}, False),
         ({"logprobs": True, "logprob_token_ids": [1] * 1000, "max_tokens": 30}, True),
         ({"logprobs": True, "logprob_token_ids": [1] * 1000, "max_tokens": 300}, False),
+        ({"input": "x", "top_logprobs": 20, "max_output_tokens": 1560}, True),
+        ({"input": "x", "top_logprobs": 20, "max_output_tokens": 1561}, False),
+        # Its last events say all of them again.
+        ({"input": "x", "top_logprobs": 20, "max_output_tokens": 390, "stream": True}, True),
+        ({"input": "x", "top_logprobs": 20, "max_output_tokens": 391, "stream": True}, False),
     ],
 )
 def test_log_probabilities_times_answers_times_tokens(fields: Any, passes: bool) -> None:
-    of_chat = fields["logprobs"] is True
-    asked = {"messages": [{"role": "user", "content": "x"}]} if of_chat else {"prompt": "x"}
-    path = "/v1/chat/completions" if of_chat else COMPLETIONS
+    asked: Any = {"prompt": "x"}
+    path = "/v1/responses" if "input" in fields else COMPLETIONS
+    if fields.get("logprobs") is True:
+        path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}
+    elif "input" in fields:
+        asked = {"include": ["message.output_text.logprobs"]}
     body = json.dumps({"model": "m", **asked, **fields}).encode()
     if passes:
         check(body, path)
