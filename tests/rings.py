@@ -114,8 +114,11 @@ Lane = tuple[Part, ...]
 
 RINGS: dict[str, tuple[Lane, ...]] = {
     "test": (
-        # Platforms wait for much, and leave the cores to unit tests meanwhile.
+        (Part("unit tests", "not slow and not heavy", ("tests/unit",), *_UNIT),),
+        # Platforms wait for much, and leave the cores to unit tests; two at a time would keep each
+        # other waiting.
         (
+            Part("simulated engines", "simulated and not slow", (_E2E,), *_TWO, marker=_SIMULATED),
             Part(
                 "claims on real engines",
                 "claim and not slow",
@@ -124,15 +127,13 @@ RINGS: dict[str, tuple[Lane, ...]] = {
                 marker=_CLAIM,
             ),
         ),
-        (Part("simulated engines", "simulated and not slow", (_E2E,), *_TWO, marker=_SIMULATED),),
-        (Part("unit tests", "not slow and not heavy", ("tests/unit",), *_UNIT),),
     ),
     "engines": (
         (
-            Part("engines", _ENGINES, (_INTEGRATION,), *_TWO),
             Part("heavy unit tests", "heavy and not slow", ("tests/unit",), *_UNIT),
+            Part("engines", _ENGINES, (_INTEGRATION,), *_TWO),
+            Part("platforms and clusters", _ENGINES, (_E2E, _CLUSTER), *_TWO),
         ),
-        (Part("platforms and clusters", _ENGINES, (_E2E, _CLUSTER), *_TWO),),
     ),
     "slow": (
         (
