@@ -7,7 +7,15 @@ from collections import Counter, defaultdict
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.index.selection import hottest_chains
 from loomserve.kvstore.server.memory_tier import MemoryTier
-from loomserve.kvstore.server.protocol import Done, Flush, HotChain, HotChains, Hottest, Pin, Reply
+from loomserve.kvstore.server.protocol import (
+    Done,
+    Flush,
+    HotChain,
+    HotChains,
+    Hottest,
+    OneReply,
+    Pin,
+)
 from loomserve.kvstore.wire import Refused
 from loomserve.platform.state.kvstore import KvModelState
 
@@ -21,7 +29,7 @@ class OperatorCalls:
         self._memory = memory
         self._pins: dict[tuple[bytes, bytes], bytes] = {}
 
-    def pin(self, request: Pin) -> Reply:
+    def pin(self, request: Pin) -> OneReply:
         if request.namespace not in self._memory.spaces:
             return Done()
         index = self._memory.index
@@ -38,7 +46,7 @@ class OperatorCalls:
             self._pins[chain] = request.keys[: blocks * KEY_BYTES]
         return Done(blocks)
 
-    def flush(self, request: Flush) -> Reply:
+    def flush(self, request: Flush) -> OneReply:
         blocks = 0
         for namespace, space in self._memory.spaces.items():
             if request.model in ("", space.model):
@@ -47,7 +55,7 @@ class OperatorCalls:
                 self._memory.arena.free(freed.slots)
         return Done(blocks)
 
-    def hottest(self, request: Hottest) -> Reply:
+    def hottest(self, request: Hottest) -> OneReply:
         spaces = self._memory.spaces
         return HotChains(
             [
