@@ -167,7 +167,7 @@ async def _refuse_client(request: Request, error: Any) -> JSONResponse:
         return await _refuse_faults(request, error)
     status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 400)
     says = Exception.__str__(error) if isinstance(error, VLLMError) else str(error)
-    if isinstance(error, TypeError) or isinstance(error.__cause__, TypeError):
+    if isinstance(error, TypeError):
         says = _OF_ANOTHER_TYPE  # Python's words are of code
     param = getattr(error, "parameter", None)
     return JSONResponse({"error": {"message": _sanitized(says), "param": param}}, status)

@@ -124,5 +124,6 @@ def _said(stream: bytes) -> Any:
 
 def test_a_stream_says_when_its_prompt_has_too_many(server: Answering) -> None:
     asked = {"prompt": _SHORT, "logprobs": BESIDE, "max_tokens": 1, "echo": True, "stream": True}
-    _, answer = server.ask(TEXT, {"model": "m", **asked})
+    status, answer = server.ask(TEXT, {"model": "m", **asked})
+    assert status == 400
     assert b"a prompt may have 128 tokens" in answer
