@@ -221,6 +221,6 @@ def test_the_example_prefers_short_queues_and_then_another_replica(
     columns = Columns(3)
     columns.queue_length[:] = queues
     columns.known[:] = True
-    candidates = Candidates(columns, Orders(), range(3))
+    candidates = Candidates(columns, Orders(columns), range(3))
     policy.sent(SimpleNamespace(), SimpleNamespace(id="a"))
     assert {policy.pick(candidates, None).place for _ in range(20)} == {1}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from ctypes import memmove
 from dataclasses import dataclass, field
 
-from loomserve.kvstore.engine.transfers.memory import BlockMemory, HostStream, Rows
+from loomserve.kvstore.engine.transfers.memory import BlockMemory, HostStream, LayerRows
 from loomserve.kvstore.engine.transfers.staging import Staged, Staging
 from loomserve.kvstore.engine.transfers.transfer import (
     NOT_HELD,
@@ -292,7 +292,7 @@ class Saver(TransferThread):
         return bool(rows) or step.memory.layers_equal_host(pieces)
 
 
-def _copy(rows: Sequence[Rows], layers: range, runs: Sequence[BlockRun]) -> None:
+def _copy(rows: Sequence[LayerRows], layers: range, runs: Sequence[BlockRun]) -> None:
     """Copy the layers of these blocks to their slots.
 
     NumPy takes several times as long for the few bytes of a small model's layer. Both let the
@@ -307,7 +307,7 @@ def _copy(rows: Sequence[Rows], layers: range, runs: Sequence[BlockRun]) -> None
             slot += run.pieces.strides[0]
 
 
-def _seal(rows: Sequence[Rows] | None, layers: range, run: BlockRun) -> None:
+def _seal(rows: Sequence[LayerRows] | None, layers: range, run: BlockRun) -> None:
     """Store the checksums of these layers of a run's blocks.
 
     A writer that the store gave up may still write here, even after the copy. So the checksum
