@@ -139,11 +139,8 @@ class Loader(TransferThread):
         rows = self.memory.rows
         sealed = run.checksums[:, layer].tolist()
         for at, (checksum, block_seed) in enumerate(zip(sealed, run.seeds, strict=True)):
-            block, piece = run.first + at, run.pieces[at, layer].data
-            if rows is not None:
-                piece = rows[layer].piece(block, self.memory.layer_bytes)
-            if layer_digest(piece, layer, block_seed) != checksum:
-                yield block
+            if layer_digest(run.sealed_bytes(rows, at, layer), layer, block_seed) != checksum:
+                yield run.first + at
 
     def _report(self, loads: Sequence[Load], failed: set[int]) -> None:
         for load in loads:

@@ -31,7 +31,7 @@ LayerPieces = tuple[int, Sequence[BlockPieces]]
 """A layer, and blocks with its pieces of them."""
 
 
-class LayerRows(NamedTuple):
+class KvRows(NamedTuple):
     """A layer's bytes, where the CPU reads them: those of a block begin ``apart`` behind those of
     the one before, the first at ``address``."""
 
@@ -62,7 +62,7 @@ class BlockMemory(Protocol):
     copy_bytes: int = 2**18
 
     @property
-    def rows(self) -> Sequence[LayerRows] | None:
+    def rows(self) -> Sequence[KvRows] | None:
         return None
 
     def to_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
@@ -131,14 +131,14 @@ class KvMemory(BlockMemory):
             np.copyto(rows, pieces)
 
     @cached_property
-    def rows(self) -> Sequence[LayerRows] | None:
+    def rows(self) -> Sequence[KvRows] | None:
         if self.runs > 1:
             return None
         found = []
         for rows in self._rows:
             apart = rows.stride(0)
             flat = rows.as_strided(((len(rows) - 1) * apart + self.layer_bytes,), (1,))
-            found.append(LayerRows(flat.data_ptr(), apart, flat.numpy().data))
+            found.append(KvRows(flat.data_ptr(), apart, flat.numpy().data))
         return found
 
     def equals_host(self, layer: int, runs: Sequence[BlockPieces]) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from ctypes import memmove
 from dataclasses import dataclass, field
 
-from loomserve.kvstore.engine.transfers.memory import BlockMemory, HostStream, LayerRows
+from loomserve.kvstore.engine.transfers.memory import BlockMemory, HostStream, KvRows, LayerPieces
 from loomserve.kvstore.engine.transfers.staging import Staged, Staging
 from loomserve.kvstore.engine.transfers.transfer import (
     NOT_HELD,
@@ -281,18 +281,19 @@ class Saver(TransferThread):
 
     def _save_together(self, layers: range, runs: Sequence[BlockRun], step: SaveStep) -> bool:
         rows = step.memory.rows
-        pieces = [(layer, [run.of(layer) for run in runs]) for layer in layers] if not rows else []
-        if rows:
+        pieces: list[LayerPieces] = []
+        if rows is not None:
             _copy(rows, layers, runs)
         else:
+            pieces = [(layer, [run.of(layer) for run in runs]) for layer in layers]
             step.memory.layers_to_host(pieces)
         self._stream.settle()
         for run in runs:
             _seal(rows, layers, run)
-        return bool(rows) or step.memory.layers_equal_host(pieces)
+        return rows is not None or step.memory.layers_equal_host(pieces)
 
 
-def _copy(rows: Sequence[LayerRows], layers: range, runs: Sequence[BlockRun]) -> None:
+def _copy(rows: Sequence[KvRows], layers: range, runs: Sequence[BlockRun]) -> None:
     """Copy the layers of these blocks to their slots.
 
     NumPy takes several times as long for the few bytes of a small model's layer. Both let the
@@ -307,19 +308,13 @@ def _copy(rows: Sequence[LayerRows], layers: range, runs: Sequence[BlockRun]) ->
             slot += run.pieces.strides[0]
 
 
-def _seal(rows: Sequence[LayerRows] | None, layers: range, run: BlockRun) -> None:
+def _seal(rows: Sequence[KvRows] | None, layers: range, run: BlockRun) -> None:
     """Store the checksums of these layers of a run's blocks.
 
     A writer that the store gave up may still write here, even after the copy. So the checksum
     is of the engine's bytes; if the CPU cannot read those, the slots are compared with them.
     """
-    size = run.pieces.shape[2]
     for at, seed in enumerate(run.seeds):
         run.checksums[at, layers.start : layers.stop] = [
-            layer_digest(
-                rows[layer].piece(run.first + at, size) if rows else run.pieces[at, layer].data,
-                layer,
-                seed,
-            )
-            for layer in layers
+            layer_digest(run.sealed_bytes(rows, at, layer), layer, seed) for layer in layers
         ]

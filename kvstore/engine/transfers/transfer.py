@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from loomserve.kvstore.engine.transfers.memory import BlockMemory, BlockPieces, HostStream
+from loomserve.kvstore.engine.transfers.memory import BlockMemory, BlockPieces, HostStream, KvRows
 from loomserve.kvstore.index.radix import key_at
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.storage.arena import Arena
@@ -109,6 +109,14 @@ class BlockRun:
 
     def of(self, layer: int) -> BlockPieces:
         return BlockPieces(self.first, self.pieces[:, layer])
+
+    def sealed_bytes(self, rows: Sequence[KvRows] | None, at: int, layer: int) -> memoryview:
+        """What a checksum is of: the layer of block ``at`` in the engine's ``rows``; in its slot,
+        where the CPU cannot read those."""
+        if rows is not None:
+            return rows[layer].piece(self.first + at, self.pieces.shape[2])
+        in_slot: memoryview = self.pieces[at, layer].data
+        return in_slot
 
 
 class TransferThread:

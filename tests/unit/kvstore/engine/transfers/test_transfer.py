@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from loomserve.kvstore.engine.transfers import loader, saver
 from loomserve.kvstore.engine.transfers.loader import Loader
-from loomserve.kvstore.engine.transfers.memory import BlockPieces, HostStream, KvMemory, LayerRows
+from loomserve.kvstore.engine.transfers.memory import BlockPieces, HostStream, KvMemory, KvRows
 from loomserve.kvstore.engine.transfers.saver import Saver
 from loomserve.kvstore.engine.transfers.transfer import BlockRun, Copied, Load, Save
 from loomserve.kvstore.index.eviction import lru
@@ -641,7 +641,7 @@ def test_layers_of_few_bytes_are_saved_together(
 
     copy = saver._copy
 
-    def watched(rows: Sequence[LayerRows], layers: range, runs: Sequence[BlockRun]) -> None:
+    def watched(rows: Sequence[KvRows], layers: range, runs: Sequence[BlockRun]) -> None:
         copy(rows, layers, runs)
         copied.extend(layers)
 
