@@ -128,7 +128,7 @@ class Loader(TransferThread):
             for run in runs:
                 if not step.checked.issuperset(range(run.first, run.first + len(run.slots))):
                     step.failed.update(self._wrong(layer, run))
-        self._count(layer_bytes(layer, copies), time.perf_counter() - begin)
+        self._count(layer_bytes(copies), time.perf_counter() - begin)
 
     def _wrong(self, layer: int, run: BlockRun) -> Iterator[int]:
         """The engine's blocks whose bytes of the layer do not match their checksum.

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from ctypes import memmove
+from ctypes import PYFUNCTYPE, c_size_t, c_void_p, cast, memmove
 from dataclasses import dataclass, field
 
 from loomserve.kvstore.engine.transfers.memory import BlockMemory, HostStream, KvRows, LayerPieces
@@ -39,6 +39,13 @@ _logger = logging.getLogger(__name__)
 
 WORTH_A_WAKE = 2**20
 """Bytes: to copy fewer takes less time than to wake a thread for them."""
+_MOST_TOGETHER = 2**26
+"""Bytes, behind which it is looked whether there is still time."""
+
+_LONG = 2**16
+"""Bytes. To copy fewer takes less time than to wait for the interpreter again, which the engine's
+thread takes whenever this one lets go of it."""
+_short_memmove = PYFUNCTYPE(c_void_p, c_void_p, c_void_p, c_size_t)(cast(memmove, c_void_p).value)
 
 # Chains whose requests have ended stay among the lost ones.
 _MOST_LOST = 1024
@@ -178,7 +185,7 @@ class Saver(TransferThread):
             copies = self._copies(list(self._reserve(saves, writers)))
             with self._stream:
                 whole = all(
-                    self._save_layers(layers, copies, step) for layers in self._groups(copies)
+                    self._save_layers(layers, copies, step) for layers in self._groups(copies, step)
                 )
         except Exception:
             _logger.exception("saving KV blocks failed")
@@ -252,12 +259,16 @@ class Saver(TransferThread):
             self._refused.add(refusal)
             _logger.warning("nothing of this model is saved: %s", refusal)
 
-    def _groups(self, copies: Sequence[Sequence[BlockRun]]) -> Iterator[range]:
-        """Layers that are saved once all of them are computed: of few bytes several together."""
-        layers = self.memory.layers
-        together = max(1, WORTH_A_WAKE // max(1, layer_bytes(0, copies)))
-        for first in range(0, layers, together):
-            yield range(first, min(first + together, layers))
+    def _groups(self, copies: Sequence[Sequence[BlockRun]], step: SaveStep) -> Iterator[range]:
+        """Layers that are saved once all of them are computed: of few bytes several together, and
+        all that are computed already."""
+        layers, end, size = self.memory.layers, 0, max(1, layer_bytes(copies))
+        while end < layers:
+            first, most = end, min(end + _MOST_TOGETHER // size, layers)
+            end = min(end + max(1, WORTH_A_WAKE // size), layers)
+            while end < most and step.computed[end].is_set():
+                end += 1
+            yield range(first, end)
 
     def _save_layers(
         self, layers: range, copies: Sequence[Sequence[BlockRun]], step: SaveStep
@@ -270,51 +281,49 @@ class Saver(TransferThread):
             return False
         begin = time.perf_counter()
         self._stream.wait(step.marks[last])
-        whole = True
+        whole, rows = True, step.memory.rows
         for runs in copies:
-            most = max(1, step.memory.copy_bytes // layer_bytes(0, [runs]))
+            if rows is not None:
+                _copy_rows(rows, layers, runs)
+                self._stream.settle()
+                continue
+            most = max(1, step.memory.copy_bytes // layer_bytes([runs]))
             for first in range(0, len(layers), most):
                 whole = self._save_together(layers[first : first + most], runs, step) and whole
-        copied = len(layers) * layer_bytes(0, copies)
+        copied = len(layers) * layer_bytes(copies)
         self._count(copied, time.perf_counter() - begin)
         return whole
 
     def _save_together(self, layers: range, runs: Sequence[BlockRun], step: SaveStep) -> bool:
-        rows = step.memory.rows
-        pieces: list[LayerPieces] = []
-        if rows is not None:
-            _copy(rows, layers, runs)
-        else:
-            pieces = [(layer, [run.of(layer) for run in runs]) for layer in layers]
-            step.memory.layers_to_host(pieces)
+        pieces: list[LayerPieces] = [(layer, [run.of(layer) for run in runs]) for layer in layers]
+        step.memory.layers_to_host(pieces)
         self._stream.settle()
         for run in runs:
-            _seal(rows, layers, run)
-        return rows is not None or step.memory.layers_equal_host(pieces)
+            for at, seed in enumerate(run.seeds):
+                digests = [
+                    layer_digest(run.sealed_bytes(None, at, layer), layer, seed) for layer in layers
+                ]
+                run.checksums[at, layers.start : layers.stop] = digests
+        # A writer that the store gave up may still write there, even after the copy.
+        return step.memory.layers_equal_host(pieces)
 
 
-def _copy(rows: Sequence[KvRows], layers: range, runs: Sequence[BlockRun]) -> None:
-    """Copy the layers of these blocks to their slots.
+def _copy_rows(rows: Sequence[KvRows], layers: range, runs: Sequence[BlockRun]) -> None:
+    """Copy the layers of these blocks to their slots, and seal them there.
 
-    NumPy takes several times as long for the few bytes of a small model's layer. Both let the
-    forward pass compute meanwhile.
+    NumPy takes several times as long for the few bytes of a small model's layer. A block's
+    checksums are of the engine's bytes, for a writer that the store gave up may still write to the
+    slot, and are computed while the processor's cache has them.
     """
     for run in runs:
         size, slot = run.pieces.shape[2], run.pieces.ctypes.data
-        for block in range(run.first, run.first + len(run.slots)):
+        copy = memmove if size > _LONG else _short_memmove
+        for at, seed in enumerate(run.seeds):
+            digests = []
             for layer in layers:
-                address, apart, _ = rows[layer]
-                memmove(slot + layer * size, address + block * apart, size)
+                address, apart, view = rows[layer]
+                begin = (run.first + at) * apart
+                copy(slot + layer * size, address + begin, size)
+                digests.append(layer_digest(view[begin : begin + size], layer, seed))
+            run.checksums[at, layers.start : layers.stop] = digests
             slot += run.pieces.strides[0]
-
-
-def _seal(rows: Sequence[KvRows] | None, layers: range, run: BlockRun) -> None:
-    """Store the checksums of these layers of a run's blocks.
-
-    A writer that the store gave up may still write here, even after the copy. So the checksum
-    is of the engine's bytes; if the CPU cannot read those, the slots are compared with them.
-    """
-    for at, seed in enumerate(run.seeds):
-        run.checksums[at, layers.start : layers.stop] = [
-            layer_digest(run.sealed_bytes(rows, at, layer), layer, seed) for layer in layers
-        ]

@@ -184,5 +184,6 @@ class TransferThread:
         self._store.close()
 
 
-def layer_bytes(layer: int, copies: Sequence[Sequence[BlockRun]]) -> int:
-    return sum(run.pieces[:, layer].nbytes for runs in copies for run in runs)
+def layer_bytes(copies: Iterable[Sequence[BlockRun]]) -> int:
+    """Bytes of one layer of all these blocks."""
+    return sum(len(run.slots) * run.pieces.shape[2] for runs in copies for run in runs)

@@ -63,19 +63,6 @@ def random_caches(number: int) -> torch.Tensor:
     return torch.randn(SHAPE, generator=generator).to(torch.bfloat16)
 
 
-class Scribbler(HostStream):
-    """Another writer of the same slots, between the copy of the layers and their seal."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-
-    def settle(self) -> None:
-        # Slots are pages here, and the first page has their headers.
-        for slot in range(1, EXTENT // 4096):
-            piece = self._arena.view(slot, 4096)[(LAYERS - 1) * LAYER_BYTES :][:LAYER_BYTES]
-            piece ^= 1
-
-
 class Spoiler(HostStream):
     """Something that flips a bit of ``target`` after each layer's copy, before its check."""
 
@@ -531,13 +518,20 @@ def test_a_step_that_outlasts_its_reservation_leaves_nothing(
 
 
 def test_what_another_writes_before_the_seal_is_found_out_by_the_reader(
-    store: Store, engines: tuple[Engine, Engine]
+    store: Store, engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, other = engines
-    engine = Engine(store, 1, Scribbler(Arena.attach(store.folder / "arena")))
-    engine.save([save_of("a", [0, 1])])
+    one, other = engines
+    arena, digest = Arena.attach(store.folder / "arena"), saver.layer_digest
+
+    def overwritten(piece: memoryview, layer: int, block_seed: int) -> int:
+        # Slots are pages here, and the first page has their headers.
+        for slot in range(1, EXTENT // 4096):
+            arena.view(slot, 4096)[(LAYERS - 1) * LAYER_BYTES :][:LAYER_BYTES] = 1
+        return digest(piece, layer, block_seed)
+
+    monkeypatch.setattr(saver, "layer_digest", overwritten)
+    one.save([save_of("a", [0, 1])])
     store.settled()
-    engine.close()
     assert other.load([store.load(chain("a", 2), [5, 6])]) == {5, 6}
     until(lambda: store.found(chain("a", 2)) == 0)
 
@@ -639,13 +633,13 @@ def test_layers_of_few_bytes_are_saved_together(
     monkeypatch.setattr(saver, "WORTH_A_WAKE", worth_a_wake * LAYER_BYTES)
     copied: list[int] = []
 
-    copy = saver._copy
+    copy = saver._copy_rows
 
     def watched(rows: Sequence[KvRows], layers: range, runs: Sequence[BlockRun]) -> None:
         copy(rows, layers, runs)
         copied.extend(layers)
 
-    monkeypatch.setattr(saver, "_copy", watched)
+    monkeypatch.setattr(saver, "_copy_rows", watched)
     engine = Engine(store, 1)
     engine.saver.start([save_of("a", [0])])
     for layer, expected in enumerate(copied_after):
@@ -659,11 +653,39 @@ def test_layers_of_few_bytes_are_saved_together(
     engine.close()
 
 
+def test_layers_that_are_computed_already_are_saved_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "WORTH_A_WAKE", 1)
+    groups: list[range] = []
+    copy = saver._copy_rows
+
+    def watched(rows: Sequence[KvRows], layers: range, runs: Sequence[BlockRun]) -> None:
+        if not groups:
+            # Those behind are computed while the first one is copied.
+            for layer in range(1, LAYERS):
+                engine.saver.layer_done(layer)
+        groups.append(layers)
+        copy(rows, layers, runs)
+
+    monkeypatch.setattr(saver, "_copy_rows", watched)
+    engine = Engine(store, 1)
+    engine.saver.start([save_of("a", [0])])
+    engine.saver.layer_done(0)
+    until = time.monotonic() + PATIENCE_S
+    while len(groups) < 2 and time.monotonic() < until:
+        time.sleep(0.001)
+    engine.saver.finish(sound=True)
+    engine.close()
+    assert groups == [range(1), range(1, LAYERS)]
+
+
 @pytest.mark.parametrize("thread", ["loader", "saver"])
 def test_bytes_are_never_told_without_the_seconds_that_they_took(
     store: Store, thread: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saver, "WORTH_A_WAKE", 1)
+    monkeypatch.setattr(saver, "_MOST_TOGETHER", 1)
     onlooker = Onlooker()
     engine = Engine(store, 1, onlooker)
     onlooker.thread = getattr(engine, thread)
