@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve performance dashboards test test-engines test-all quick lint typecheck format bench-overhead bench-steps bench-front-end bench-store bench-prefix bench-documents bench-pd bench-adaptive bench-deadlines bench-weave bench-migrate bench-rebalance bench-continue bench-start bench-elastic bench-decisions bench-peers gpu-check gpu-bundle image image-base check-image hashes sbom clean
+.PHONY: help install serve performance dashboards test test-engines test-all quick lint typecheck format bench-overhead bench-steps bench-front-end bench-store bench-prefix bench-documents bench-pd bench-adaptive bench-deadlines bench-weave bench-migrate bench-rebalance bench-continue bench-start bench-elastic bench-decisions bench-peers gpu-check gpu-first-hour gpu-bundle image image-base check-image hashes sbom clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +98,9 @@ performance: install ## make the pages' figures from the files of results that t
 
 gpu-check: install ## run the steps of docs/lending_gpus.md on a GPU, or what of them needs none (OUT, BUDGET, STEPS)
 	@PYTHONPATH=scripts/typing $(PYTHON) -m benchmarks.gpu
+
+gpu-first-hour: install ## make the calls that wait for a GPU, the most worth knowing first (OUT, BUDGET, CALLS, DRY)
+	@PYTHONPATH=scripts/typing $(PYTHON) -m benchmarks.gpu.first_hour
 
 gpu-bundle: install ## pack into .gpu what those steps need on a machine without a network
 	@PYTHONPATH=scripts/typing $(PYTHON) -m benchmarks.gpu.bundle

@@ -8,13 +8,15 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu import bundle
-from benchmarks.gpu.runner import Step, run
+from benchmarks.gpu import bundle, first_hour
+from benchmarks.gpu.first_hour import CALLS, Call, made, records
+from benchmarks.gpu.runner import Outcome, Step, run
 from tests.waiting import PATIENCE_S
 
 # It takes long, so that it begins first.
@@ -110,6 +112,68 @@ def test_one_step_alone_is_run_and_printed_in_one_line(tmp_path: Path) -> None:
     assert result.stdout.split()[:2] == ["probe", "done"]
     assert len(result.stdout.splitlines()) == 1
     assert [file.name for file in tmp_path.iterdir()] == ["probe.json"]
+
+
+class Ended:
+    """Steps that end as tests say, and what was asked of them."""
+
+    def __init__(self, **states: str) -> None:
+        self.states = states
+        self.asked: list[tuple[str, str, str | None]] = []
+
+    def __call__(self, steps: Sequence[Step], out: Path, budget_s: float) -> list[Outcome]:
+        self.asked += [(out.name, step.name, os.environ.get("LAYOUT")) for step in steps]
+        states = [(step.name, self.states.get(step.name, "done")) for step in steps]
+        return [Outcome(name, state, 1.0, "") for name, state in states]
+
+
+PAGES = Call("first", ("compile", "pages"), "pages")
+ENGINES = Call("second", ("engines",), "engines", {"LAYOUT": "LBHNC"})
+
+
+def test_calls_are_made_once_at_a_commit_in_order_and_with_their_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMMIT", "a")
+    steps = Ended(engines="failed")
+    assert made([PAGES, ENGINES], tmp_path, 1000, steps) == 1
+    first = [("first", "compile", None), ("first", "pages", None)]
+    second = [("second", "engines", "LBHNC")]
+    assert steps.asked == first + second
+    assert records(tmp_path)["second"]["steps"] == {"engines": "failed"}
+    # What failed is made again, and all of it where the code is another.
+    steps.states.clear()
+    assert made([PAGES, ENGINES], tmp_path, 1000, steps) == 0
+    assert steps.asked == first + 2 * second
+    monkeypatch.setenv("COMMIT", "b")
+    assert made([PAGES, ENGINES], tmp_path, 1000, steps) == 0
+    assert steps.asked == [*first, *second, *second, *first, *second]
+    assert {each["commit"] for each in records(tmp_path).values()} == {"b"}
+
+
+def test_a_call_that_may_not_end_within_the_budget_does_not_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = Ended()
+    assert made([ENGINES, PAGES], tmp_path, 200, steps) == 0
+    assert {call for call, *_ in steps.asked} == {"first"}
+    assert "second: may take 240 s, and 200 are left" in capsys.readouterr().out
+
+
+def test_the_calls_are_said_without_a_run_and_stand_in_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path / "none"))
+    monkeypatch.setenv("DRY", "1")
+    assert first_hour.main() == 0
+    said = capsys.readouterr().out.splitlines()
+    page = (ROOT / "docs/lending_gpus.md").read_text()
+    for call, line in zip(CALLS, said, strict=True):
+        assert line.split()[0] == call.name
+        assert f"`{','.join(call.steps)}`" in page
+        assert line.endswith("never")
+    assert sum(call.seconds for call in CALLS) <= 3600
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_part_that_is_too_large_to_send_is_cut(
