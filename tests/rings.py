@@ -114,11 +114,8 @@ Lane = tuple[Part, ...]
 
 RINGS: dict[str, tuple[Lane, ...]] = {
     "test": (
-        (Part("unit tests", "not slow and not heavy", ("tests/unit",), *_UNIT),),
-        # Platforms wait for much, and leave the cores to unit tests; two at a time would keep each
-        # other waiting.
+        # The longest first. Platforms wait for much, and leave the cores to unit tests meanwhile.
         (
-            Part("simulated engines", "simulated and not slow", (_E2E,), *_TWO, marker=_SIMULATED),
             Part(
                 "claims on real engines",
                 "claim and not slow",
@@ -127,6 +124,8 @@ RINGS: dict[str, tuple[Lane, ...]] = {
                 marker=_CLAIM,
             ),
         ),
+        (Part("simulated engines", "simulated and not slow", (_E2E,), *_TWO, marker=_SIMULATED),),
+        (Part("unit tests", "not slow and not heavy", ("tests/unit",), *_UNIT),),
     ),
     "engines": (
         (
