@@ -108,7 +108,8 @@ class TakesPartInLending(ABC):
         )
         scheduler = self.vllm_config.scheduler_config
         limits = StepLimits(
-            max_tokens=scheduler.max_num_batched_tokens,
+            # Blocks are copied by rows of a step, whole.
+            max_tokens=max(scheduler.max_num_batched_tokens, self.cache_config.block_size),
             max_requests=scheduler.max_num_seqs,
             max_blocks=int(runner.input_batch.block_table[0].block_table.np.shape[1]),
         )
