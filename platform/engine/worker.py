@@ -15,6 +15,7 @@ from loomserve.platform.base.heap import give_back_freed
 from loomserve.platform.engine.adapters.segments import compute_by_segments, refuse_experts
 from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
 from loomserve.platform.engine.core.cores import bind_worker_to_stage
+from loomserve.platform.engine.kv_memory import KvFilling, UntouchedKv
 from loomserve.platform.engine.process.lone_groups import groups_without_ports
 from loomserve.platform.engine.resumption.model_runner import ResumesRequests
 from loomserve.platform.engine.sleeping.memory import RereadWeight, give_back_pages, reread_weights
@@ -79,6 +80,17 @@ class StageModelRunner(SeedKeepingModelRunner):
     CPU that compiles nothing is not warmed up, and fails in its first step as a later stage.
     """
 
+    kv_filling: KvFilling | None = None
+    """Of KV memory that has not been touched when the engine starts."""
+
+    def initialize_kv_cache_tensors(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        with UntouchedKv() as kv:
+            found: dict[str, torch.Tensor] = super().initialize_kv_cache_tensors(*args, **kwargs)
+        if kv.memory is not None:
+            self.kv_filling = KvFilling(kv.memory)
+            self.kv_filling.begin()
+        return found
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         if not get_pp_group().is_first_rank:
@@ -122,6 +134,8 @@ class NonSpinningWorker(CPUWorker):  # type: ignore[misc]
 
     def sleep(self, level: int = 1) -> None:
         """Give back KV memory, and weights that can be made or read again, whatever the level."""
+        if filling := self._kv_filling:
+            filling.end()
         give_back_pages(self.model_runner.kv_caches)
         for each in self.sleeping_weights:
             each.drop()
@@ -131,3 +145,9 @@ class NonSpinningWorker(CPUWorker):  # type: ignore[misc]
         """Have weights again; KV memory comes back by itself, with the first write to each page."""
         for each in self.sleeping_weights:
             each.restore()
+        if filling := self._kv_filling:
+            filling.begin()
+
+    @property
+    def _kv_filling(self) -> KvFilling | None:
+        return getattr(self.model_runner, "kv_filling", None)
