@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from threading import Lock
 
 import numpy as np
+from xxhash import xxh3_64
 
 from loomserve.routers.base import Candidates, Ints
+
+BLOCK_TOKENS = 64
+"""Several of vLLM's blocks (16 tokens): less to hash, and shorter prefixes save nothing."""
+MOST_BLOCKS = 2048
+"""A prompt's blocks beyond have no keys."""
+
+
+def token_keys(
+    tokens: Iterable[int],
+    *,
+    model: str,
+    salt: str | None,
+    adapter: str | None = None,
+    block_tokens: int = BLOCK_TOKENS,
+) -> tuple[int, ...]:
+    """A key for each full block of a prompt's tokens, the last token's block only if it is full.
+
+    Raises:
+        OverflowError: a token is below 0, or above 2³² - 1.
+    """
+    packed = array("I", tokens)
+    size = block_tokens * packed.itemsize
+    blocks = memoryview(packed).cast("B")
+    hashed = xxh3_64(repr((block_tokens, model, adapter, salt)).encode())
+    keys = []
+    for start in range(0, min(len(blocks), MOST_BLOCKS * size) - size + 1, size):
+        hashed.update(blocks[start : start + size])
+        keys.append(hashed.intdigest())
+    return tuple(keys)
+
 
 Level = tuple[int, Collection[str]]
 """A number of blocks, and the replicas that were sent so many."""
@@ -60,7 +92,7 @@ class PrefixIndex:
     It tells what an engine may still have in its KV cache, which forgets in the same order: of a
     burst's first request no report is there in time for the next. Thread-safe, without a clock.
 
-    Keys are chained (:mod:`loomserve.routers.block_keys`), and a prompt's last block is forgotten
+    Keys are chained (:mod:`loomserve.routers.prefix_index`), and a prompt's last block is forgotten
     before those that it follows. So with a key a replica has all keys before it, and the replicas
     that have a key are among those that have the key before: where these are as many, they are the
     same.

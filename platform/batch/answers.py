@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from loomserve.platform.batch.executor import LineAnswer
-from loomserve.platform.batch.policy.objects import new_id
-from loomserve.platform.batch.policy.status import BatchStatus
+from loomserve.platform.batch.policy.objects import BatchStatus, new_id
 from loomserve.platform.batch.store.lines import StoredAnswer
 
 _UNANSWERED = {

@@ -10,8 +10,7 @@ from typing import BinaryIO
 from loomserve.platform.base.errors import TakenOver
 from loomserve.platform.batch.answers import unanswered
 from loomserve.platform.batch.folder import BatchFolder
-from loomserve.platform.batch.policy.objects import OUTPUT, BatchRecord, FileRecord
-from loomserve.platform.batch.policy.status import BatchStatus
+from loomserve.platform.batch.policy.objects import OUTPUT, BatchRecord, BatchStatus, FileRecord
 from loomserve.platform.batch.store.store import BatchStore
 
 _KINDS = {True: "output", False: "error"}

@@ -27,7 +27,7 @@ from loomserve.platform.requests.endpoints import ENDPOINTS, Endpoint
 from loomserve.platform.requests.form_body import ClientForm
 from loomserve.platform.requests.media import check_media
 from loomserve.platform.requests.policy.conversation import check_conversation, check_messages
-from loomserve.platform.requests.policy.fields import PLATFORMS_OWN, RESPONSES
+from loomserve.platform.requests.policy.fields import PLATFORMS_OWN, RESPONSES, check_values
 from loomserve.platform.requests.policy.grammars import check_grammars
 from loomserve.platform.requests.policy.logprobs import check_logprobs
 from loomserve.platform.requests.policy.obeyed import (
@@ -42,7 +42,6 @@ from loomserve.platform.requests.policy.sequences import (
     sequences,
     texts_to_compute,
 )
-from loomserve.platform.requests.policy.values import check_values
 from loomserve.platform.scheduling.policy.hints import BACKGROUND, DEADLINE, EXPECTED, Expected
 
 FORWARDED = tuple(ENDPOINTS)

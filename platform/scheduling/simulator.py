@@ -19,12 +19,14 @@ from typing import Any
 
 from loomserve.platform.config.scheduling import QUEUE_ORDERS
 from loomserve.platform.scheduling.policy.admission import (
+    Growing,
+    PastAnswers,
     StartCandidate,
+    fitting,
     never_computed_twice,
     start,
 )
 from loomserve.platform.scheduling.policy.hints import Expected
-from loomserve.platform.scheduling.policy.peak import Growing, PastAnswers, fitting
 from loomserve.platform.scheduling.policy.preemption import (
     PREEMPTIONS,
     PreemptionMode,

@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from loomserve.platform.base.errors import TooManyRequests
-from loomserve.platform.batch.policy.status import BatchStatus
+from loomserve.platform.batch.policy.objects import BatchStatus
 from loomserve.platform.costs.step_time import StepTimes
 from loomserve.platform.costs.transfer_time import TransferTimes
 from loomserve.platform.engine.core.metering import CoreMeter

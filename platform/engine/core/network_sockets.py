@@ -11,7 +11,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from loomserve.platform.run.engine_address import EngineNetwork
-from loomserve.platform.run.lost_peers import LOSS_S
+from loomserve.platform.run.sockets import LOSS_S
 
 _BIND_TIMEOUT_S = 30.0
 HEARTBEAT_MS = 1000

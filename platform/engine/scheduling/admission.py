@@ -14,11 +14,13 @@ from loomserve.platform.engine.scheduling.step_hooks import HookedScheduler
 from loomserve.platform.engine.scheduling.swap_space import SwapSpace
 from loomserve.platform.scheduling.options import SchedulerOptions
 from loomserve.platform.scheduling.policy.admission import (
+    Growing,
+    PastAnswers,
     StartCandidate,
+    fitting,
     never_computed_twice,
     start,
 )
-from loomserve.platform.scheduling.policy.peak import Growing, PastAnswers, fitting
 
 
 class Admission:

@@ -9,7 +9,7 @@ from loomserve.platform.lending.engine.block_partitions import OWN
 from loomserve.platform.lending.engine.scheduling.partition_use import PartitionUse
 from loomserve.platform.lending.engine.shards.migration import ShardMigration
 from loomserve.platform.lending.policy.limits import LoanLimit, Observation, after
-from loomserve.platform.lending.policy.partition_costs import PartitionCosts
+from loomserve.platform.lending.policy.partition_choice import PartitionCosts
 from loomserve.platform.lending.ring.ring import Ring
 from loomserve.platform.lending.ring.words import RingStats
 
