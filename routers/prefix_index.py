@@ -27,10 +27,7 @@ def token_keys(
     block_tokens: int = BLOCK_TOKENS,
 ) -> tuple[int, ...]:
     """A key for each full block of a prompt's tokens, the last token's block only if it is full.
-
-    Raises:
-        OverflowError: a token is below 0, or above 2³² - 1.
-    """
+    Raises OverflowError if a token is below 0, or above 2³² - 1."""
     packed = array("I", tokens)
     size = block_tokens * packed.itemsize
     blocks = memoryview(packed).cast("B")

@@ -113,10 +113,7 @@ class PresenceMover:
         await self._calls.close()
 
     async def _carry_out(self, name: str, presence: Presence, drains: bool) -> None:
-        """
-        Raises:
-            Conflict: it has requests, and stays.
-        """
+        """Raises Conflict if it has requests, and stays."""
         try:
             await self._publish()
             async with self._busy[name]:
@@ -185,10 +182,7 @@ class PresenceMover:
             await self._publish()
 
     async def _put_to_sleep(self, name: str, presence: Presence, drains: bool) -> None:
-        """
-        Raises:
-            Conflict: a replica has requests, or cannot sleep.
-        """
+        """Raises Conflict if a replica has requests, or cannot sleep."""
         began = self._clock()
         for each in self._fleet.registry.live(name, began):
             while self._is_to_be(name, presence):

@@ -93,10 +93,8 @@ class ModelFrontEnd:
             self._connect()
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """
-        Raises:
-            Unavailable: the model is not set up, has no replica in time, or does not answer.
-        """
+        """Raises Unavailable if the model is not set up, has no replica in time, or does not
+        answer."""
         if not self._first.some:
             await self._until_set_up()
             await self._first.until_some(self._wait_s)

@@ -106,10 +106,7 @@ class ModelRoutes:
         return self._answering(model)
 
     def _usable(self, name: str, key: ApiKey | None) -> dict[str, int]:
-        """
-        Raises:
-            Forbidden: the key may use neither the alias nor any of its models.
-        """
+        """Raises Forbidden if the key may use neither the alias nor any of its models."""
         usable = usable_models(key, name, self._aliases[name])
         if not any(usable.values()):
             check_model(key, name)
@@ -142,14 +139,10 @@ class ModelRoutes:
         )
 
     def find(self, model: object, key: ApiKey | None) -> ModelRoute:
-        """The route of the model that a request with this key names.
-
-        Raises:
-            BadRequest: no model is named, and there are several.
-            UnknownModel: there is no model of this name.
-            Forbidden: the key is for other models.
-            Unavailable: no replica of the model is ready, and requests do not wait for it.
-        """
+        """The route of the model that a request with this key names. Raises BadRequest if no model
+        is named, and there are several; UnknownModel if there is no model of this name;
+        Forbidden if the key is for other models; Unavailable if no replica of the model is
+        ready, and requests do not wait for it."""
         names = self._names(key)
         if model is None and len(names) == 1:
             model = names[0]

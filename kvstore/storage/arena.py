@@ -179,10 +179,8 @@ class ArenaOwner(Arena):
         """Create an arena of as many extents as fit ``capacity_bytes``; the file is a bit larger.
 
         It replaces an arena at ``path``, which stays mapped in processes that have it mapped.
-
-        Raises:
-            StartError: there is too little space, or the file is no arena, or a running store's.
-            ValueError: an extent is not whole pages, or exceeds the capacity.
+        Raises StartError if there is too little space, or the file is no arena, or a running
+        store's; ValueError if an extent is not whole pages, or exceeds the capacity.
         """
         extents = capacity_bytes // extent_bytes
         if extent_bytes % PAGE or not extents:

@@ -97,9 +97,7 @@ class BlockSource(Protocol):
         """Keep the requested blocks that are in memory, for ``FETCH_S`` seconds at most.
 
         Gives their number, and views of their bytes in order, each of one slot or of several.
-
-        Raises:
-            PeerRefusedError: the namespace's blocks have another size; or the store is away.
+        Raises PeerRefusedError if the namespace's blocks have another size, or the store is away.
         """
 
     def spoiled(self, namespace: bytes, keys: bytes) -> None:

@@ -53,11 +53,8 @@ class TcpTransport:
         self._answers: msgspec.msgpack.Decoder[PeerAnswer] = msgspec.msgpack.Decoder(PeerAnswer)
 
     def serve(self, host: str, open_source: OpenSource, feed: EventFeed) -> PeerAddress:
-        """Let peers fetch what the sources hold and hear what the feed says.
-
-        Raises:
-            StartError: this node has no such address.
-        """
+        """Let peers fetch what the sources hold and hear what the feed says. Raises StartError if
+        this node has no such address."""
         self._server = PeerServer(host, self._token, open_source, feed)
         return self._server.address
 
@@ -68,12 +65,9 @@ class TcpTransport:
         into: Sequence[memoryview],
         arrived: Arrived,
     ) -> int:
-        """Fetch blocks into the views, which have room for all; returns how many came.
-
-        Raises:
-            PeerGoneError: it could not be reached, or was lost before all it had promised came.
-            PeerRefusedError: it refused.
-        """
+        """Fetch blocks into the views, which have room for all; returns how many came. Raises
+        PeerGoneError if it could not be reached, or was lost before all it had promised came;
+        PeerRefusedError if it refused."""
         deadline = time.monotonic() + FETCH_S
         channel, answer = self._ask(peer, request, deadline)
         if isinstance(answer, Refused):

@@ -54,11 +54,8 @@ def kept_folder(digest: str) -> Path:
 def find(source: str, base: Path) -> Path:
     """The folder of an adapter's source, which is fetched if need be.
 
-    ``source`` is a folder relative to ``base``, a remote folder, or a hub id.
-
-    Raises:
-        ConfigError: there is no such folder.
-        StartError: it cannot be fetched.
+    ``source`` is a folder relative to ``base``, a remote folder, or a hub id. Raises ConfigError if
+    there is no such folder; StartError if it cannot be fetched.
     """
     if is_remote(source):
         return remote.fetch(source, _silent)
@@ -117,11 +114,8 @@ def _from_hub(source: str) -> Path:
 def take(model: Model, source: str, base: Path) -> KeptAdapter:
     """Find an adapter for a model, check it, and keep its files; it blocks.
 
-    The adapter's source and the model's are relative to ``base``.
-
-    Raises:
-        ConfigError: there is no such adapter, or the model does not take it.
-        StartError: it cannot be fetched.
+    The adapter's source and the model's are relative to ``base``. Raises ConfigError if there is no
+    such adapter, or the model does not take it; StartError if it cannot be fetched.
     """
     assert model.adapters is not None
     return keep(find(source, base), model.adapters.max_lora_rank, _shapes(model, base))
@@ -133,11 +127,8 @@ def take_configured(model: Model, base: Path) -> list[tuple[AdapterSource, KeptA
 
 
 def check_configured(model: Model, base: Path) -> None:
-    """Check the adapters of a model's configuration, but for those that would be fetched.
-
-    Raises:
-        ConfigError: one is wrong; names the field.
-    """
+    """Check the adapters of a model's configuration, but for those that would be fetched. Raises
+    ConfigError, which names the field, if one is wrong."""
     shapes = _shapes(model, base) if model.adapter_names else None
 
     def check(source: str) -> None:

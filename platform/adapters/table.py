@@ -79,10 +79,8 @@ class AdapterTable:
     def check(self, model: Model, name: str, taken: Mapping[str, str], now: float) -> None:
         """Check that a model may get an adapter of this name.
 
-        ``taken`` maps other names that clients ask for to what has each.
-
-        Raises:
-            Conflict: another has the name, or the model takes no adapters, or no more of them.
+        ``taken`` maps other names that clients ask for to what has each. Raises Conflict if another
+        has the name, or the model takes no adapters, or no more of them.
         """
         if model.adapters is None:
             raise Conflict(

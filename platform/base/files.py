@@ -46,10 +46,8 @@ def replace_file(path: Path, content: str | bytes) -> None:
 def replace_private(path: Path, text: str) -> None:
     """Write a file that its user alone can read: after a crash it is the former one or the new.
 
-    A link stays, and the file that it leads to is replaced.
-
-    Raises:
-        OSError: it cannot be written; the former file is as it was.
+    A link stays, and the file that it leads to is replaced. Raises OSError if it cannot be written:
+    the former file is as it was.
     """
     path = path.resolve()
     with replacing(path) as new:

@@ -134,11 +134,8 @@ def save(profile: Profile) -> Path:
 
 
 def read(path: Path, weights: str, engine: ProfileKey) -> Profile:
-    """Read the profile of this model, machine and engine.
-
-    Raises:
-        ProfileError: it does not exist, is damaged, or is of another.
-    """
+    """Read the profile of this model, machine and engine. Raises ProfileError if it does not exist,
+    is damaged, or is of another."""
     try:
         profile = Profile.model_validate_json(path.read_bytes())
     except OSError as error:

@@ -223,11 +223,8 @@ class Simulator:
         self.times: dict[str, Times] = {}
 
     def add(self, request: SimulatedRequest) -> None:
-        """Take in one more request, which comes no sooner than all others.
-
-        Raises:
-            ValueError: the engine's memory cannot hold it.
-        """
+        """Take in one more request, which comes no sooner than all others. Raises ValueError if the
+        engine's memory cannot hold it."""
         one = _Progress(request)
         if self._limits.blocks_for(one.most_tokens) > self._limits.blocks:
             raise ValueError(f"{request.name} does not fit into {self._limits.blocks} blocks")

@@ -39,11 +39,8 @@ class EngineOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """Read vLLM's options of an engine.
-
-        Raises:
-            ValueError: its memory does not hold the longest request.
-        """
+        """Read vLLM's options of an engine. Raises ValueError if its memory does not hold the
+        longest request."""
         additional = options.get("additional_config") or {}
         given = Simulated.model_validate(additional.get(SIMULATED_CONFIG, {}))
         scheduling = SchedulerOptions.model_validate(additional.get(ADDITIONAL_CONFIG, {}))

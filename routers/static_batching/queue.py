@@ -44,9 +44,7 @@ def halves(batch: StaticBatch) -> tuple[StaticBatch, StaticBatch]:
     """Split a batch into two; of an odd number the first has one request more (Magnus).
 
     The longest by prompt and predicted answer come into one half, so the other is padded less.
-
-    Raises:
-        ValueError: there is one request only, which needs more memory than there is.
+    Raises ValueError if there is one request only, which needs more memory than there is.
     """
     if len(batch.requests) < 2:
         raise ValueError(f"request {batch.requests[0].id} cannot be split, it needs more memory")
@@ -76,11 +74,7 @@ class BatchQueue:
         return len(self._waiting) + sum(len(one.requests) for one in self._apart)
 
     def add(self, request: BatchRequest) -> None:
-        """Let a request wait.
-
-        Raises:
-            ValueError: one with this id waits already.
-        """
+        """Let a request wait. Raises ValueError if one with this id waits already."""
         if request.id in self._waiting:
             raise ValueError(f"request {request.id} waits already")
         self._waiting[request.id] = request

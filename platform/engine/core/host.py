@@ -65,10 +65,8 @@ class EngineHost:
     ) -> EngineHost:
         """Start an engine, and wait until it is ready, at most ``timeout_s``.
 
-        ``environment`` is added to this process's own; ``fork``: whether it may be forked.
-
-        Raises:
-            StartError: it cannot start, or takes too long.
+        ``environment`` is added to this process's own; ``fork``: whether it may be forked. Raises
+        StartError if it cannot start, or takes too long.
         """
         ours, process = await start_process(
             environment, timeout_s, fork=fork, simulated=start.simulated
@@ -103,13 +101,9 @@ class EngineHost:
         return self._process.poll() is None and not self._reading.done()
 
     async def call(self, method: str, *args: Any, timeout_s: float | None) -> Any:
-        """Call the engine with what can be said in JSON, by a name of ``control.py``.
-
-        Raises:
-            EngineEnded: it has ended, or does before it answers.
-            TimeoutError: it has not answered in time.
-            Exception: what the method raised: one of ``messages.ERRORS``.
-        """
+        """Call the engine with what can be said in JSON, by a name of ``control.py``. Raises
+        EngineEnded if it has ended, or does before it answers; TimeoutError if it has not
+        answered in time; what the method raised, which is one of ``messages.ERRORS``."""
         if self._reading.done():
             raise EngineEnded(await self._how_it_ended())
         call_id = next(self._ids)
@@ -157,10 +151,8 @@ class EngineHost:
     async def sleep(self, level: int, *, timeout_s: float) -> None:
         """Have the engine give memory back, until :meth:`wake` or its next request.
 
-        ``level`` is vLLM's, of a GPU: with 2 the weights are dropped, too.
-
-        Raises:
-            ValueError: it has requests, or lends.
+        ``level`` is vLLM's, of a GPU: with 2 the weights are dropped, too. Raises ValueError if it
+        has requests, or lends.
         """
         await self.call("sleep", level, timeout_s=timeout_s)
 

@@ -31,11 +31,8 @@ _ENDINGS = (
 
 
 def check(model: str, options: Iterable[str]) -> None:
-    """Refuse names that vLLM does not know.
-
-    Raises:
-        ConfigError: names the option, and the nearest one that exists.
-    """
+    """Refuse names that vLLM does not know. Raises ConfigError, which names the option and the
+    nearest one that exists."""
     known = _all_names()
     for option in options:
         if option not in known:
@@ -140,10 +137,7 @@ def literals_of(module: str, wanted: Callable[[str], bool]) -> dict[str, Mapping
     """Tables of texts at the top level of a module such as ``vllm.reasoning``.
 
     Of each wanted name its keys with their values, where these are plain ones; of a ``Literal`` its
-    texts.
-
-    Raises:
-        SourceError: there is no such module, or no such name in it.
+    texts. Raises SourceError if there is no such module, or no such name in it.
     """
     found: dict[str, Mapping[str, Any]] = {}
     for node in module_tree(module).body:

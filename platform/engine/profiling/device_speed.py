@@ -46,10 +46,8 @@ def profile_devices(
 ) -> DeviceProfile:
     """Measure one device after the other, each in its own process.
 
-    ``models`` maps the source of each model whose stages are timed to its path and devices.
-
-    Raises:
-        StartError: a device or a model cannot be measured.
+    ``models`` maps the source of each model whose stages are timed to its path and devices. Raises
+    StartError if a device or a model cannot be measured.
     """
     cpus = sum(device.kind == "cpu" for device in devices)
     # Read once, as it changes while devices are measured.

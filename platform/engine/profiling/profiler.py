@@ -63,10 +63,7 @@ def profile(
     name: str, model: str, device: Device, minutes: float, say: Say, **options: Any
 ) -> Findings:
     """Measure ``model``, a folder or a hub's id, for ``minutes``; ``options`` are vLLM's own.
-
-    Raises:
-        StartError: vLLM cannot start the model, or cannot swap its kind of KV.
-    """
+    Raises StartError if vLLM cannot start the model, or cannot swap its kind of KV."""
     say(f"starting an engine of {name}")
     try:
         engine = ProfiledEngine(model, device, **options)

@@ -129,11 +129,8 @@ class _HeldTable:
         return status.st_size, status.st_mtime_ns
 
     def read(self) -> torch.Tensor:
-        """The tensor in the file's own pages, which are mapped as long as it is used.
-
-        Raises:
-            RuntimeError: the file has been written to.
-        """
+        """The tensor in the file's own pages, which are mapped as long as it is used. Raises
+        RuntimeError if the file has been written to."""
         if self._now() != self._stamp:
             raise RuntimeError(f"{self._table.file} was changed while an engine of it slept")
         with safe_open(f"/proc/self/fd/{self._descriptor}", framework="pt") as tensors:

@@ -43,12 +43,9 @@ class EngineSleep:
         return sum(self._core.model_executor.collective_rpc(dropped_bytes))
 
     def fall_asleep(self, level: int = 1) -> None:
-        """Give memory back; nothing happens if it sleeps already.
-
-        Raises:
-            ValueError: requests are open, blocks are lent or being copied, or the engine was not
-                started so that it can sleep.
-        """
+        """Give memory back; nothing happens if it sleeps already. Raises ValueError if requests are
+        open, blocks are lent or being copied, or the engine was not started so that it can
+        sleep."""
         if self.asleep:
             return
         core = self._core
