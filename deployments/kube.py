@@ -76,10 +76,8 @@ class Ready:
 
 
 def waiting_for(names: Collection[str], models: Collection[ModelState]) -> str:
-    """What traffic waits for, for the end of a sentence; empty: for nothing.
-
-    A configured model that is not among those that there are was unloaded by an operator.
-    """
+    """What traffic waits for, for the end of a sentence; empty: for nothing. A configured model
+    that is not among those that there are was unloaded by an operator."""
     late = [
         f"{model.name} ({model.status}{f': {model.message}' if model.message else ''})"
         for model in models
@@ -97,10 +95,8 @@ Builder = Callable[[dict[str, str]], Any]
 
 
 def _told_in_a_paragraph(build: Builder) -> Builder:
-    """A builder whose errors are the application's message as they are.
-
-    Serve puts the traceback of any other exception than its own there, after four attempts.
-    """
+    """A builder whose errors are the application's message as they are. Serve puts the traceback of
+    any other exception than its own there, after four attempts."""
 
     @wraps(build)
     def built(args: dict[str, str]) -> Any:

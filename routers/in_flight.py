@@ -27,10 +27,8 @@ NOTHING = Assigned()
 
 
 class Booking:
-    """Entry of the ledger for one attempt of one request; only the ledger touches its fields.
-
-    It records that it has ended, so that a request cancelled before it was routed is never booked.
-    """
+    """Entry of the ledger for one attempt of one request; only the ledger touches its fields. It
+    records that it has ended, so that a request cancelled before it was routed is never booked."""
 
     _replica_id: str | None = None
     _booked = 0, 0

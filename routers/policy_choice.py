@@ -17,10 +17,8 @@ _ONLY = Choice(0, "only_candidate")
 
 
 class ReplicaChooser:
-    """Chooses replicas of one model by a policy, with turns and random numbers of its own.
-
-    Tickets bring along the ledger of the process: choosers of a model see each other's requests.
-    """
+    """Chooses replicas of one model by a policy, with turns and random numbers of its own. Tickets
+    bring along the ledger of the process: choosers of a model see each other's requests."""
 
     def __init__(
         self,

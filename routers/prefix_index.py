@@ -104,10 +104,8 @@ class PrefixIndex:
         """The only replica that has a key, or all that have."""
 
     def sent(self, replica_id: str, keys: Sequence[int], most_keys: int | None = None) -> None:
-        """Note that a replica was sent a prompt.
-
-        ``most_keys`` is a tighter bound, such as the blocks that the replica's KV cache holds.
-        """
+        """Note that a replica was sent a prompt. ``most_keys`` is a tighter bound, such as the
+        blocks that the replica's KV cache holds."""
         most = self._most_keys if most_keys is None else min(most_keys, self._most_keys)
         keys, holders = keys[:most], self._holders
         with self._lock:

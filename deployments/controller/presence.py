@@ -148,9 +148,7 @@ class ModelPresence:
 
     def room_for(self, name: str, device: str) -> str:
         """Have room for one more replica of a model on a device; why there is none yet, or ``""``.
-
-        Models that are idle for long may go for it.
-        """
+        Models that are idle for long may go for it."""
         now = self._clock()
         snapshot = self._observer.snapshot(now, self._demands, self._mover.moving)
         growth = grow(snapshot, self._rules, name, device)

@@ -72,11 +72,8 @@ class PresenceMover:
     def change(
         self, name: str, presence: Presence, why: str, *, drains: bool = False
     ) -> Coroutine[Any, Any, None]:
-        """Set what a model is to be; returns the work that makes it so.
-
-        The work raises ``Conflict``, and the model stays, if it has requests, for too long with
-        ``drains``.
-        """
+        """Set what a model is to be; returns the work that makes it so. The work raises
+        ``Conflict``, and the model stays, if it has requests, for too long with ``drains``."""
         _log.info("model %s is to be %s: %s", name, presence, why)
         record = self._fleet.registry.record(name)
         if record.presence is Presence.READY:

@@ -212,10 +212,8 @@ class Handed:
 
 
 def takes_long(spec: EngineSpec) -> bool:
-    """Whether weights are to be fetched or converted first, or layers to be divided.
-
-    That imports torch, for seconds and hundreds of megabytes that the controller should not keep.
-    """
+    """Whether weights are to be fetched or converted first, or layers to be divided. That imports
+    torch, for seconds and hundreds of megabytes that the controller should not keep."""
     return spec.model.pipeline is not None or not catalog.is_here(spec.path)
 
 

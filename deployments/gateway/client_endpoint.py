@@ -30,10 +30,8 @@ _CLIENT_CLOSED_REQUEST = 499
 
 @dataclass(eq=False)
 class ClientEndpoint:
-    """ASGI application, behind the ingress middleware, of all of vLLM's endpoints for clients.
-
-    It keeps requests within each model's limit.
-    """
+    """ASGI application, behind the ingress middleware, of all of vLLM's endpoints for clients. It
+    keeps requests within each model's limit."""
 
     server: Server
     routes: ModelRoutes

@@ -35,10 +35,8 @@ _DRAIN_TIMEOUT_S = 3600.0
 
 
 class ModelFrontEnd:
-    """A model's :class:`ModelServing` with its loads and its router.
-
-    One that cannot be set up is tried again, and costs the gateway nothing else.
-    """
+    """A model's :class:`ModelServing` with its loads and its router. One that cannot be set up is
+    tried again, and costs the gateway nothing else."""
 
     def __init__(
         self,

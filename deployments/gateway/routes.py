@@ -81,10 +81,8 @@ class ModelRoutes:
     def choose(
         self, fields: Mapping[str, Any], key: ApiKey | None, preferred: str | None = None
     ) -> ModelRoute:
-        """The route of the model that a request names, or of one that its alias stands for.
-
-        An alias means the ``preferred`` model if it may. Raises what :meth:`find` raises.
-        """
+        """The route of the model that a request names, or of one that its alias stands for. An
+        alias means the ``preferred`` model if it may. Raises what :meth:`find` raises."""
         name = fields.get("model")
         if not isinstance(name, str) or name not in self._aliases:
             return self.find(name, key)

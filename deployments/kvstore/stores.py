@@ -24,10 +24,8 @@ R = TypeVar("R")
 
 
 class Stores:
-    """The store of this machine, which has no name, or those of all nodes, by their names.
-
-    Each call raises ``Unavailable`` if none answers.
-    """
+    """The store of this machine, which has no name, or those of all nodes, by their names. Each
+    call raises ``Unavailable`` if none answers."""
 
     def __init__(self, access: KvAccess) -> None:
         self._access = access

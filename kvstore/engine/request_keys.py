@@ -72,20 +72,15 @@ def tail_key(chain: bytes, tokens: Sequence[int], owner: str = "") -> bytes:
 
 
 def tail_key_of(request: Request, chain: bytes, end: int, block_size: int, *, owned: bool) -> bytes:
-    """Key of the block that follows ``chain`` and is filled up to token ``end``.
-
-    Where it is ``owned``, no other request finds the block.
-    """
+    """Key of the block that follows ``chain`` and is filled up to token ``end``. Where it is
+    ``owned``, no other request finds the block."""
     tokens = request.all_token_ids[len(chain) // KEY_BYTES * block_size : end]
     return tail_key(chain, tokens, request.request_id if owned else "")
 
 
 def keys_of(request: Request, tokens: int, left: int, block_size: int, *, owned: bool) -> bytes:
-    """Keys of the blocks that hold the request's first ``tokens``.
-
-    ``left`` are the tokens to the last of which its KV was left in the store, by the request itself
-    if they are ``owned``.
-    """
+    """Keys of the blocks that hold the request's first ``tokens``. ``left`` are the tokens to the
+    last of which its KV was left in the store, by the request itself if they are ``owned``."""
     full, rest = divmod(tokens, block_size)
     chain = chain_of(request, full)
     if not rest:

@@ -219,10 +219,8 @@ class SaveTracker:
         return sorted((each for each in in_order if each in asked), key=self._due.__getitem__)
 
     def _enter(self, request_id: str) -> None:
-        """Enter a request of the step for when it has more to save; if it has already, as due.
-
-        The newest tokens may not be known yet, so that it stays due for some steps.
-        """
+        """Enter a request of the step for when it has more to save; if it has already, as due. The
+        newest tokens may not be known yet, so that it stays due for some steps."""
         self._forget_due(request_id)
         request, size = self._requests.get(request_id), self._block_size
         if request is None:

@@ -189,10 +189,8 @@ class RadixTree:
         self._locate(child, node.locations)
 
     def grow(self, node: RadixNode, run: RadixNode) -> None:
-        """Add ``run``, which is in no tree yet, after ``node``, a node or the root.
-
-        No child of ``node`` starts with the same key. If ``run`` has slots, ``node`` is in memory.
-        """
+        """Add ``run``, which is in no tree yet, after ``node``, a node or the root. No child of
+        ``node`` starts with the same key. If ``run`` has slots, ``node`` is in memory."""
         self.in_memory += len(run.slots)
         self._note_there(run.keys, in_memory=bool(run.slots))
         # A reply that is saved block by block must not become a chain of nodes of one block.

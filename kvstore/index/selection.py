@@ -65,10 +65,8 @@ def _runs(tree: RadixTree, node: RadixNode, positions: list[int]) -> list[Demoti
 
 
 def hottest_chains(trees: Iterable[RadixTree], most_bytes: int) -> list[tuple[bytes, bytes]]:
-    """Namespace and keys of chains in memory, of so many bytes together, the last used first.
-
-    A chain that another begins with is a part of that.
-    """
+    """Namespace and keys of chains in memory, of so many bytes together, the last used first. A
+    chain that another begins with is a part of that."""
     nodes = [(node, tree) for tree in trees for node in tree.nodes() if node.slots]
     nodes.sort(key=lambda each: each[0].last_used, reverse=True)
     taken: dict[RadixNode, RadixTree] = {}

@@ -92,9 +92,7 @@ class StoreClient:
 
     def ask_all(self, requests: Iterable[One]) -> Iterator[OneReply]:
         """Send requests together, as many as go into a message; yields the answer to each.
-
-        ``StoreAwayError`` as of :meth:`ask`: what was sent before has been answered.
-        """
+        ``StoreAwayError`` as of :meth:`ask`: what was sent before has been answered."""
         for together in _messages(requests):
             yield from self.ask(Several(together), Replies).replies
 

@@ -117,10 +117,8 @@ class Writers:
         return len(self._writes)
 
     def begin(self, reservation: Reservation, now: float, pid: int = 0) -> int:
-        """Give the reserved slots to a writer, for ``WRITE_S`` seconds; returns its id.
-
-        A process that can be seen now ends the write with itself.
-        """
+        """Give the reserved slots to a writer, for ``WRITE_S`` seconds; returns its id. A process
+        that can be seen now ends the write with itself."""
         writer = _new_id()
         seen = pid if pid and psutil.pid_exists(pid) else 0
         self._writes[writer] = _Write(reservation, now + WRITE_S, seen)

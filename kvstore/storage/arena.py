@@ -64,11 +64,8 @@ class Arena:
 
     @classmethod
     def attach(cls, path: Path) -> Self:
-        """Map the arena that the store created at ``path``.
-
-        It stays mapped as long as the ``Arena`` or one of its views lives, even if the store
-        replaces the file meanwhile.
-        """
+        """Map the arena that the store created at ``path``. It stays mapped as long as the
+        ``Arena`` or one of its views lives, even if the store replaces the file meanwhile."""
         with _open(path) as file:
             return cls(path, file)
 
@@ -258,10 +255,8 @@ class ArenaOwner(Arena):
         self._distrusted.update(slot * PAGE // self.extent_bytes for slot in slots)
 
     def publish(self, slot: int, header: BlockHeader, generation: int = 0) -> None:
-        """Record that the slot holds this whole block; ``ValueError`` if it is not allocated.
-
-        No other block of the slot has the same ``generation``, but 0: readers check that each time.
-        """
+        """Record that the slot holds this whole block; ``ValueError`` if it is not allocated. No
+        other block of the slot has the same ``generation``, but 0: readers check that each time."""
         record = self._header(slot)
         if slot * PAGE // self.extent_bytes in self._distrusted:
             generation = 0

@@ -202,10 +202,8 @@ class SsdTier:
                 raise
 
     def read(self, location: int, into: NDArray[np.uint8], namespace: bytes, key: bytes) -> bool:
-        """Read a block into a slot of its size; False if the location does not hold this block.
-
-        It was dropped, torn or corrupted, or is another one. ``into`` may then hold anything.
-        """
+        """Read a block into a slot of its size; False if the location does not hold this block. It
+        was dropped, torn or corrupted, or is another one. ``into`` may then hold anything."""
         _check_buffer(into)
         segment = self._segments.get(location >> 32)
         page = mmap.mmap(-1, PAGE)

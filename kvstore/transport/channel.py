@@ -21,10 +21,8 @@ _VIEWS_A_CALL = 64
 
 
 class Channel:
-    """Sends and receives frames and blocks. Each call raises :class:`PeerGoneError` in time.
-
-    Waits are the kernel's, so a transfer of megabytes is one call without the interpreter's lock.
-    """
+    """Sends and receives frames and blocks. Each call raises :class:`PeerGoneError` in time. Waits
+    are the kernel's, so a transfer of megabytes is one call without the interpreter's lock."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock

@@ -57,10 +57,8 @@ class FetchRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class Subscribe(msgspec.Struct, tag=True, frozen=True):
-    """Asks for all that a store announces from now on, which ends other requests here.
-
-    ``epoch`` and ``seq`` say what was heard last; if it cannot go on there, all contents come.
-    """
+    """Asks for all that a store announces from now on, which ends other requests here. ``epoch``
+    and ``seq`` say what was heard last; if it cannot go on there, all contents come."""
 
     epoch: int = 0
     seq: int = 0

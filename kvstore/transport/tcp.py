@@ -38,10 +38,8 @@ _WINDOW_BYTES = 2**20
 
 
 class TcpTransport:
-    """Fetches blocks of peers, and serves them its own, where ``serve`` is called.
-
-    ``token`` is what all stores of the run know, and nobody else. For any number of threads.
-    """
+    """Fetches blocks of peers, and serves them its own, where ``serve`` is called. ``token`` is
+    what all stores of the run know, and nobody else. For any number of threads."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
@@ -96,10 +94,8 @@ class TcpTransport:
             pass
 
     def follow(self, peer: PeerAddress, request: Subscribe | Corrupt) -> Channel:
-        """Hear what a peer announces; ``PeerGoneError`` if it cannot be reached.
-
-        Each second a frame comes; an empty one says that nothing happened.
-        """
+        """Hear what a peer announces; ``PeerGoneError`` if it cannot be reached. Each second a
+        frame comes; an empty one says that nothing happened."""
         channel = self._connect(peer)
         try:
             channel.send_message(request, time.monotonic() + MESSAGE_S)

@@ -68,10 +68,8 @@ def find(source: str, base: Path) -> Path:
 
 
 def keep(folder: Path, max_rank: int, base: Mapping[str, Shape] | None) -> KeptAdapter:
-    """Copy the files of an adapter's folder, and check the copy.
-
-    Args and errors as of :func:`check_adapter`.
-    """
+    """Copy the files of an adapter's folder, and check the copy. Args and errors as of
+    :func:`check_adapter`."""
     # A file that is missing is named by its place, not by that of the copy.
     check_adapter(folder, max_rank, base)
     parent = cache_folder() / "adapters"

@@ -115,10 +115,8 @@ class AdapterTable:
             )
 
     def try_out(self, model: str, name: str, source: str, digest: str, rank: int) -> Adapter | None:
-        """An adapter that engines are to be given first; None: the model has the very same.
-
-        It is either :meth:`put` or :meth:`give_up` afterwards.
-        """
+        """An adapter that engines are to be given first; None: the model has the very same. It is
+        either :meth:`put` or :meth:`give_up` afterwards."""
         before = self._adapters.get(name)
         if before is not None and before.digest == digest:
             self._adapters[name] = before.model_copy(update={"source": source})

@@ -106,10 +106,8 @@ def noise(samples: Iterable[tuple[Hashable, float]]) -> float | None:
 
 
 def held_out(samples: Sequence[TimedStep]) -> tuple[list[TimedStep], list[TimedStep]]:
-    """Split the samples: those of a fifth of the distinct steps come second.
-
-    All samples of a step are on the same side, or the error would be that of known steps.
-    """
+    """Split the samples: those of a fifth of the distinct steps come second. All samples of a step
+    are on the same side, or the error would be that of known steps."""
     steps = sorted({step for step, _ in samples}, key=hash)
     chosen = set(random.Random(0).sample(steps, max(1, round(len(steps) / 5))))
     return (

@@ -105,11 +105,8 @@ def _private(process: psutil.Process) -> int:
 
 
 def constants(path: str, facts: EngineFacts, kv_bytes: int) -> dict[str, int]:
-    """Fields of a :class:`FootprintState` that never change.
-
-    ``kv_bytes`` has what it may borrow in it: a borrower's blocks are numbered beyond its own
-    memory.
-    """
+    """Fields of a :class:`FootprintState` that never change. ``kv_bytes`` has what it may borrow in
+    it: a borrower's blocks are numbered beyond its own memory."""
     return {
         "layers": facts.layers,
         "layer_bytes": layer_bytes(path, facts.item_bytes),

@@ -36,10 +36,8 @@ _DEADLINE_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 
 
 class GatewayMetrics:
-    """The metrics of one gateway process; not thread-safe.
-
-    Models that :meth:`set_models` did not name count as ``unknown``.
-    """
+    """The metrics of one gateway process; not thread-safe. Models that :meth:`set_models` did not
+    name count as ``unknown``."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, about: str, *labels: str) -> Counter:

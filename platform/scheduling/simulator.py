@@ -198,10 +198,8 @@ class _Progress:
 
 
 class Simulator:
-    """Engine that computes nothing; :meth:`schedule` and :meth:`end` make a step.
-
-    Requests may come while it runs; whoever runs it long takes ended ones from ``times``.
-    """
+    """Engine that computes nothing; :meth:`schedule` and :meth:`end` make a step. Requests may come
+    while it runs; whoever runs it long takes ended ones from ``times``."""
 
     def __init__(
         self, requests: Iterable[SimulatedRequest], limits: Limits, policies: Policies, costs: Costs

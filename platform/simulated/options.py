@@ -75,9 +75,7 @@ class EngineOptions:
 
 def refusal(params: Any) -> str | None:
     """Why a simulated engine cannot answer a request with these ``SamplingParams``; None: it can.
-
-    What bends probabilities, such as top_p, changes nothing and is let through.
-    """
+    What bends probabilities, such as top_p, changes nothing and is let through."""
     for name, what in _PARAMETERS.items():
         if getattr(params, name, None):
             return f"This model is simulated and cannot {what}: leave it out, or ask another model."

@@ -110,10 +110,8 @@ class Loader(TransferThread):
                     step.checked.add(block)
 
     def _compare_headers(self, step: LoadStep) -> None:
-        """Fail blocks that were not checked and whose slots were given to others meanwhile.
-
-        What was checked, and still is there, needs no check the next time.
-        """
+        """Fail blocks that were not checked and whose slots were given to others meanwhile. What
+        was checked, and still is there, needs no check the next time."""
         for block, (slot, header) in step.headers.items():
             if self._arena.header(slot, self._layout.slot_bytes) != header:
                 step.failed.update({block} & step.checked)

@@ -97,10 +97,8 @@ class Saver(TransferThread):
         return self._step is not None
 
     def start(self, saves: Sequence[Save]) -> None:
-        """Begin a step's saves; the caller reports each layer, and calls :meth:`finish`.
-
-        A step before that was not finished, since its forward pass raised, counts as unsound.
-        """
+        """Begin a step's saves; the caller reports each layer, and calls :meth:`finish`. A step
+        before that was not finished, since its forward pass raised, counts as unsound."""
         self.finish(sound=False)
         self._lost -= {save.keys[:KEY_BYTES] for save in saves}
         self._step = self._begin(self.memory, None)
@@ -294,11 +292,8 @@ class Saver(TransferThread):
 
 
 def _copy(rows: Sequence[KvRows], layers: range, runs: Sequence[BlockRun]) -> None:
-    """Copy the layers of these blocks to their slots.
-
-    NumPy takes several times as long for the few bytes of a small model's layer. Both let the
-    forward pass compute meanwhile.
-    """
+    """Copy the layers of these blocks to their slots. NumPy takes several times as long for the few
+    bytes of a small model's layer. Both let the forward pass compute meanwhile."""
     for run in runs:
         size, slot = run.pieces.shape[2], run.pieces.ctypes.data
         for block in range(run.first, run.first + len(run.slots)):

@@ -18,10 +18,8 @@ from loomserve.kvstore.storage.ssd import SsdTier
 
 
 class Copy(NamedTuple):
-    """Blocks on their way into reserved slots, in parts side by side.
-
-    The result of a part is the number of its first block that is not whole, or of all blocks.
-    """
+    """Blocks on their way into reserved slots, in parts side by side. The result of a part is the
+    number of its first block that is not whole, or of all blocks."""
 
     reservation: Reservation
     ready_at: float
@@ -99,10 +97,8 @@ class Promotions:
         """Blocks that were not whole on SSD, since the start."""
 
     def begin(self, namespace: bytes, keys: bytes, now: float) -> float:
-        """Begin to read the blocks of a resident chain that are not in memory.
-
-        Returns seconds until it should be there; 0 where memory has no room for it.
-        """
+        """Begin to read the blocks of a resident chain that are not in memory. Returns seconds
+        until it should be there; 0 where memory has no room for it."""
         first = self._memory.index.match(namespace, keys).in_memory
         read = self.queue.under_way(namespace, key_at(keys, first))
         slot_bytes = self._memory.spaces.slot_bytes(namespace)

@@ -58,7 +58,5 @@ def prefill_replicas(usable: Set[str], role_of: RoleOf, chosen: str) -> frozense
 
 def takes_over(chosen: str, usable: Set[str], role_of: RoleOf) -> bool:
     """Whether the replica that was chosen before the prompt was computed still gives the answer.
-
-    Another is chosen in the place of one that has gone, or that has become a prefill replica.
-    """
+    Another is chosen in the place of one that has gone, or that has become a prefill replica."""
     return chosen in usable and role_of(chosen) is not Role.PREFILL

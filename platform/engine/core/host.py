@@ -38,10 +38,8 @@ class EngineEnded(RuntimeError):  # noqa: N818 - a state, not a mistake
 
 
 class EngineHost:
-    """One engine's process, for the event loop that started it.
-
-    The loop's thread must live as long as the engine.
-    """
+    """One engine's process, for the event loop that started it. The loop's thread must live as long
+    as the engine."""
 
     def __init__(self, process: EngineProcess, address: EngineAddress) -> None:
         self.address = address
@@ -141,10 +139,8 @@ class EngineHost:
     async def set_adapters(
         self, wanted: Sequence[Mapping[str, Any]], *, timeout_s: float
     ) -> tuple[dict[int, str], int]:
-        """Have the engine load adapters, and unload all others that no request is computed with.
-
-        As of :meth:`EngineAdapters.set`, with numbers as the keys of ``problems``.
-        """
+        """Have the engine load adapters, and unload all others that no request is computed with. As
+        of :meth:`EngineAdapters.set`, with numbers as the keys of ``problems``."""
         said = await self.call("set_adapters", list(wanted), timeout_s=timeout_s)
         return {int(number): why for number, why in said["problems"].items()}, said["left"]
 
@@ -160,11 +156,8 @@ class EngineHost:
         await self.call("wake_up", timeout_s=timeout_s)
 
     async def turn(self) -> int:
-        """Return once the engine is between two steps, or idle.
-
-        Returns what its thread that sends outputs has done so far, which is more at each call
-        unless that hangs.
-        """
+        """Return once the engine is between two steps, or idle. Returns what its thread that sends
+        outputs has done so far, which is more at each call unless that hangs."""
         done: int = await self.call("turn", timeout_s=None)
         return done
 

@@ -68,10 +68,8 @@ def _fields(module: str, name: str) -> frozenset[str]:
 
 
 def in_fields(text: str) -> str:
-    """The text with ``--some-flag`` of vLLM's server as ``models[].engine.some_flag``.
-
-    Environment variables (``VLLM_...``) and what is no option of vLLM's stay as they are.
-    """
+    """The text with ``--some-flag`` of vLLM's server as ``models[].engine.some_flag``. Environment
+    variables (``VLLM_...``) and what is no option of vLLM's stay as they are."""
     return _FLAG.sub(_field, text) if "--" in text else text
 
 

@@ -25,9 +25,7 @@ class ForkedProcess:
 
     def __init__(self, connection: socket.socket, pid: int, descriptor: int) -> None:
         """``connection`` leads to the fork server and the process, which is killed when it ends.
-
-        ``descriptor`` refers to the process, even when another gets its id.
-        """
+        ``descriptor`` refers to the process, even when another gets its id."""
         connection.setblocking(False)
         self._connection = connection
         self._descriptor = descriptor

@@ -108,11 +108,8 @@ def _speed(device: Device, memory: int) -> MeasuredDevice:
 
 
 def _seconds(work: Callable[[], object], where: torch.device) -> float:
-    """Median of repetitions.
-
-    On a CPU it is the calling thread's time on its core, of whose work each other thread has as
-    much: a device whose cores others use meanwhile is no slower for it.
-    """
+    """Median of repetitions. On a CPU it is the calling thread's time on its core, of whose work
+    each other thread has as much: a device whose cores others use meanwhile is no slower for it."""
     clock = time.perf_counter if where.type == "cuda" else time.thread_time
     times = []
     for _ in range(_REPETITIONS):

@@ -151,9 +151,7 @@ def time_transfers(
     layout: BlockLayout, device: Device
 ) -> tuple[list[TimedTransfer], list[TimedTransfer]]:
     """Time saves from a KV cache of this layout into a store's arena, and loads, of random size.
-
-    They use what the platform's engines use, checksums included, from a thread on the device.
-    """
+    They use what the platform's engines use, checksums included, from a thread on the device."""
     blocks = max(1, min(_MOST_BLOCKS, _MOST_BYTES // layout.block_bytes))
     random = np.random.default_rng(0)
     out: list[TimedTransfer] = []

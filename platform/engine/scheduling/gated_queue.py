@@ -12,10 +12,8 @@ from vllm.v1.request import Request, RequestStatus
 
 
 class GatedQueue(FCFSRequestQueue):  # type: ignore[misc]
-    """Queue of waiting requests in an order that is set from outside.
-
-    While it is open :meth:`only` to some, it looks as if the others were not there.
-    """
+    """Queue of waiting requests in an order that is set from outside. While it is open :meth:`only`
+    to some, it looks as if the others were not there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,10 +61,8 @@ class GatedQueue(FCFSRequestQueue):  # type: ignore[misc]
 
     @contextmanager
     def only(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Within, show these requests alone, in this order, and any that come meanwhile.
-
-        Afterwards those that are left stand before all others.
-        """
+        """Within, show these requests alone, in this order, and any that come meanwhile. Afterwards
+        those that are left stand before all others."""
         for request in requests:
             self.remove(request)
         held = list(self)
@@ -121,9 +117,7 @@ class WaitingScheduler(Scheduler):  # type: ignore[misc]
 
     def may_start(self, request: Request, unblocked: Callable[[Request], bool]) -> bool:
         """Whether a request that vLLM comes upon waits no longer for its grammar or its KV.
-
-        ``unblocked`` is vLLM's answer.
-        """
+        ``unblocked`` is vLLM's answer."""
         return unblocked(request)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:

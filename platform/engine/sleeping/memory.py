@@ -73,9 +73,7 @@ class RereadWeight:
 
     def __init__(self, weight: torch.Tensor, tables: Sequence[Table]) -> None:
         """``weight`` is ``[words, width]``; all that share its memory see it come and go.
-
-        ``tables`` have as many words, or fewer; one of them may be the same.
-        """
+        ``tables`` have as many words, or fewer; one of them may be the same."""
         self._weight = weight
         self._tables = tables
         self._held: _HeldTable | None = None
@@ -142,11 +140,8 @@ class _HeldTable:
 
 
 def reread_weights(model: torch.nn.Module, folder: Path) -> list[RereadWeight]:
-    """The weights of a model that its files seem to have as they are.
-
-    ``model`` is vLLM's, whose weights are loaded; they are read again only from local safetensors
-    in its ``folder``.
-    """
+    """The weights of a model that its files seem to have as they are. ``model`` is vLLM's, whose
+    weights are loaded; they are read again only from local safetensors in its ``folder``."""
     tables = list(_tables(folder))
     found: dict[int, RereadWeight] = {}
     for module in model.modules():

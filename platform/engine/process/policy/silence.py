@@ -30,9 +30,7 @@ def wedged(
     lasted_s: float, counted_s: float, limit_s: float = WEDGED_S, *, stopped: bool = False
 ) -> str | None:
     """Why an engine that has taken no turn for ``lasted_s`` has to be ended; None: it need not.
-
-    ``counted_s`` of them count (:func:`counted_against`), of which ``limit_s`` are allowed.
-    """
+    ``counted_s`` of them count (:func:`counted_against`), of which ``limit_s`` are allowed."""
     if counted_s <= limit_s:
         return None
     if stopped:
