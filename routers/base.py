@@ -202,11 +202,9 @@ class Candidates:
 
     @cached_property
     def utilisation(self) -> Floats:
-        """BanaServe's U = C/C_max + M/M_max (eq. 4-33), of requests and of KV cache.
-
-        The paper's C is what the hardware does, hence U ≤ 2. Here it is demand: those that wait
-        raise U above 2, or a flooded replica would pass for a full one.
-        """
+        """BanaServe's U = C/C_max + M/M_max (eq. 4-33), of requests and of KV cache. The paper's C
+        is what the hardware does, hence U ≤ 2. Here it is demand: those that wait raise U above 2,
+        or a flooded replica would pass for a full one."""
         return self.columns.utilisation.take(self.rows)
 
     @cached_property

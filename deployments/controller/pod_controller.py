@@ -104,11 +104,9 @@ class ConfiguredModels:
 
 @contextmanager
 def _told_without_traceback() -> Iterator[None]:
-    """Have Serve's message be what is wrong, and its log say where that was found.
-
-    Serve makes the message of the traceback with which a replica's start fails, and ends its
-    process. Python leaves frames out of those that are made from here on.
-    """
+    """Have Serve's message be what is wrong, and its log say where that was found. Serve makes the
+    message of the traceback with which a replica's start fails, and ends its process. Python leaves
+    frames out of those that are made from here on."""
     try:
         yield
     except LoomserveError:

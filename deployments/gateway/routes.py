@@ -223,11 +223,9 @@ class ModelRoutes:
         return is_set_up or (route.on_demand and route.status is not ModelStatus.FAILED)
 
     async def takes_clients(self, request: Request) -> Response:
-        """For load balancers: whether to send clients here.
-
-        Like :meth:`ready` until all models have begun to serve, or failed to. Then one that answers
-        is enough: that an operator loads another is no reason to take all others away.
-        """
+        """For load balancers: whether to send clients here. Like :meth:`ready` until all models
+        have begun to serve, or failed to. Then one that answers is enough: that an operator loads
+        another is no reason to take all others away."""
         serving = [self._takes_requests(route) for route in self]
         self._has_settled |= bool(serving) and all(
             takes or route.status is ModelStatus.FAILED

@@ -44,11 +44,9 @@ class Stores:
         return sum(done.blocks for done in (await self._ask(Flush(model), Done)).values())
 
     async def pin(self, namespaces: Sequence[bytes], keys: bytes, *, pinned: bool) -> int:
-        """Pin or unpin a chain in each of its ranks' namespaces; returns its blocks in memory.
-
-        Of several nodes each pins what it has, and the most that one has counts. Blocks that an
-        engine has just computed are awaited for a moment.
-        """
+        """Pin or unpin a chain in each of its ranks' namespaces; returns its blocks in memory. Of
+        several nodes each pins what it has, and the most that one has counts. Blocks that an engine
+        has just computed are awaited for a moment."""
         wanted = len(keys) // KEY_BYTES
         for _ in range(_PIN_ATTEMPTS):
             done = [await self._ask(Pin(name, keys, pinned), Done) for name in namespaces]

@@ -167,12 +167,9 @@ class SaveTracker:
         in_own_memory: Callable[[Request], bool],
         now: float,
     ) -> Iterator[dict[int, Save]]:
-        """Saves beside this step, by rank.
-
-        ``early_blocks`` says how many may be saved of requests that do not hand over, and is asked
-        if there are any. ``in_own_memory``: whether a request's blocks are where they can be
-        copied. ``now`` is when the step begins.
-        """
+        """Saves beside this step, by rank. ``early_blocks`` says how many may be saved of requests
+        that do not hand over, and is asked if there are any. ``in_own_memory``: whether a request's
+        blocks are where they can be copied. ``now`` is when the step begins."""
         for request_id in self._calendar.next_step(scheduled):
             self._enter(request_id)
         room = self._tails.blocks(now) > 0

@@ -131,12 +131,9 @@ class Index:
         now: float,
         recompute_s: float,
     ) -> list[int]:
-        """Blocks ``[first, first + len(slots))`` of ``keys`` are in these slots now.
-
-        Returns the slots that are not needed: of blocks that are in memory already, or all of them
-        if the block before ``first`` is not. ``recompute_s`` predicts the seconds to compute a
-        block again.
-        """
+        """Blocks ``[first, first + len(slots))`` of ``keys`` are in these slots now. Returns the
+        slots that are not needed: of blocks that are in memory already, or all of them if the block
+        before ``first`` is not. ``recompute_s`` predicts the seconds to compute a block again."""
         known, use = self._namespaces[namespace], InitialUse(now, self._floor, recompute_s)
         unneeded = insert_in_memory(known.tree, keys, first, slots, use)
         # One by one, so that no eviction has much to take in.
@@ -162,11 +159,9 @@ class Index:
         return insert_on_ssd(self._namespaces[namespace].tree, keys, first, locations, use)
 
     def drop_ssd(self, locations: Collection[int]) -> list[int]:
-        """Forget lost locations, the blocks that were only there, and all below those.
-
-        Returns the other locations that became free. No slot does: below a block that is not in
-        memory, none is.
-        """
+        """Forget lost locations, the blocks that were only there, and all below those. Returns the
+        other locations that became free. No slot does: below a block that is not in memory, none
+        is."""
         dropped = set(locations)
         freed: list[int] = []
         for known in self._namespaces.values():

@@ -254,11 +254,9 @@ class RadixTree:
         return self.cut(above.children[key], 0)
 
     def evict(self, node: RadixNode, blocks: int) -> Freed:
-        """Take the last ``blocks`` slots from ``node``, the last slot first.
-
-        ``node`` is not locked, and no block below it is in memory. Of these blocks, the first one
-        that is not on SSD leaves the tree with all that follow it.
-        """
+        """Take the last ``blocks`` slots from ``node``, the last slot first. ``node`` is not
+        locked, and no block below it is in memory. Of these blocks, the first one that is not on
+        SSD leaves the tree with all that follow it."""
         kept = len(node.slots) - blocks
         evicted = range(kept, len(node.slots))
         freed = Freed(list(node.slots[kept:])[::-1], [])

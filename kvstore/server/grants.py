@@ -48,10 +48,8 @@ class Leases:
         pid: int = 0,
     ) -> Lease | None:
         """Lease the first ``blocks`` blocks of ``keys``, and return the slots from ``skip`` on.
-
         None if not all of them are in memory, or if there are too many leases. A process that can
-        be seen now ends the lease with itself.
-        """
+        be seen now ends the lease with itself."""
         if len(self._index.leases) >= MOST_LEASES and ttl < math.inf:
             return None
         lease = self._index.lease(namespace, keys, blocks, skip, now, ttl)

@@ -24,10 +24,8 @@ _SSD_SEGMENT_BYTES = 2**28
 
 def start_server(options: StoreOptions, token: str = "") -> tuple[StoreServer, PeerNetwork | None]:
     """Open the store and serve it to the engines of its node, and to other nodes if it has a host.
-
     ``token`` is what the stores of the run know, and nobody else. Raises StartError if there is no
-    room, the folder holds other files, or the node has no such host.
-    """
+    room, the folder holds other files, or the node has no such host."""
     network = None
     if options.host:
         network = PeerNetwork(options.node, TcpTransport(token), options.directory_blocks)

@@ -92,11 +92,9 @@ class BlockSource(Protocol):
     def hold(
         self, request: FetchRequest
     ) -> AbstractContextManager[tuple[int, Sequence[memoryview]]]:
-        """Keep the requested blocks that are in memory, for ``FETCH_S`` seconds at most.
-
-        Gives their number, and views of their bytes in order, each of one slot or of several.
-        Raises PeerRefusedError if the namespace's blocks have another size, or the store is away.
-        """
+        """Keep the requested blocks that are in memory, for ``FETCH_S`` seconds at most. Gives
+        their number, and views of their bytes in order, each of one slot or of several. Raises
+        PeerRefusedError if the namespace's blocks have another size, or the store is away."""
 
     def spoiled(self, namespace: bytes, keys: bytes) -> None:
         """Check the last block of a chain, and forget it if it is not whole."""

@@ -52,11 +52,9 @@ def kept_folder(digest: str) -> Path:
 
 
 def find(source: str, base: Path) -> Path:
-    """The folder of an adapter's source, which is fetched if need be.
-
-    ``source`` is a folder relative to ``base``, a remote folder, or a hub id. Raises ConfigError if
-    there is no such folder; StartError if it cannot be fetched.
-    """
+    """The folder of an adapter's source, which is fetched if need be. ``source`` is a folder
+    relative to ``base``, a remote folder, or a hub id. Raises ConfigError if there is no such
+    folder; StartError if it cannot be fetched."""
     if is_remote(source):
         return remote.fetch(source, _silent)
     folder = (base / Path(source).expanduser()).absolute()
@@ -110,11 +108,9 @@ def _from_hub(source: str) -> Path:
 
 
 def take(model: Model, source: str, base: Path) -> KeptAdapter:
-    """Find an adapter for a model, check it, and keep its files; it blocks.
-
-    The adapter's source and the model's are relative to ``base``. Raises ConfigError if there is no
-    such adapter, or the model does not take it; StartError if it cannot be fetched.
-    """
+    """Find an adapter for a model, check it, and keep its files; it blocks. The adapter's source
+    and the model's are relative to ``base``. Raises ConfigError if there is no such adapter, or the
+    model does not take it; StartError if it cannot be fetched."""
     assert model.adapters is not None
     return keep(find(source, base), model.adapters.max_lora_rank, _shapes(model, base))
 

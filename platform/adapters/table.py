@@ -77,11 +77,9 @@ class AdapterTable:
         self._problems[model, name] = source, problem
 
     def check(self, model: Model, name: str, taken: Mapping[str, str], now: float) -> None:
-        """Check that a model may get an adapter of this name.
-
-        ``taken`` maps other names that clients ask for to what has each. Raises Conflict if another
-        has the name, or the model takes no adapters, or no more of them.
-        """
+        """Check that a model may get an adapter of this name. ``taken`` maps other names that
+        clients ask for to what has each. Raises Conflict if another has the name, or the model
+        takes no adapters, or no more of them."""
         if model.adapters is None:
             raise Conflict(
                 f"model {model.name!r} takes no adapters: write models[].adapters into the "

@@ -46,12 +46,9 @@ class Database:
     synced to disk: after a crash a transaction is there whole, or not at all."""
 
     def __init__(self, path: Path, schema: SqlSchema, *, busy_timeout_s: float) -> None:
-        """Open the database, and make the tables of a new one.
-
-        A statement waits ``busy_timeout_s`` for another connection's lock. Raises OtherVersionError
-        if its version is not ``schema.version``; sqlite3.DatabaseError if it is no database, or
-        cannot be opened.
-        """
+        """Open the database, and make the tables of a new one. A statement waits ``busy_timeout_s``
+        for another connection's lock. Raises OtherVersionError if its version is not
+        ``schema.version``; sqlite3.DatabaseError if it is no database, or cannot be opened."""
         self._path = path
         self._schema = schema
         self._busy_timeout_s = busy_timeout_s

@@ -92,11 +92,9 @@ def mape(predicted: Iterable[float], samples: Iterable[TimedStep]) -> float:
 
 
 def noise(samples: Iterable[tuple[Hashable, float]]) -> float | None:
-    """Noise of the machine: :func:`mape` of equal steps, or sizes, against their own median.
-
-    It counts work that was measured three times or more; None if none was. No predictor that does
-    not know the machine's state can be much better.
-    """
+    """Noise of the machine: :func:`mape` of equal steps, or sizes, against their own median. It
+    counts work that was measured three times or more; None if none was. No predictor that does not
+    know the machine's state can be much better."""
     same: dict[Hashable, list[float]] = {}
     for work, seconds in samples:
         same.setdefault(work, []).append(seconds)

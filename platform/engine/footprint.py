@@ -34,11 +34,9 @@ class Footprint:
         measure: Callable[[], Awaitable[int]],
         registry: CollectorRegistry,
     ) -> None:
-        """``facts`` are the fields of :class:`FootprintState` that never change.
-
-        ``measure`` returns the bytes that it has of its devices' memory: :class:`OwnMemory` on a
-        CPU, or as a GPU's workers say.
-        """
+        """``facts`` are the fields of :class:`FootprintState` that never change. ``measure``
+        returns the bytes that it has of its devices' memory: :class:`OwnMemory` on a CPU, or as a
+        GPU's workers say."""
         self.state: FootprintState | None = None
         self._facts: dict[str, Any] = {**facts, "start_s": start_s, "ready_at": time.monotonic()}
         self._measure = measure

@@ -177,11 +177,9 @@ class EngineRequest:
         return self if named is None or named == model else self._with({"model": model})
 
     def isolated(self, tenant: str) -> EngineRequest:
-        """The request with a ``cache_salt`` (vLLM's field) that no other tenant's can have.
-
-        A client's own salt still separates its requests. Requests without KV blocks stay as they
-        are. Raises BadRequest if the client's salt is not valid.
-        """
+        """The request with a ``cache_salt`` (vLLM's field) that no other tenant's can have. A
+        client's own salt still separates its requests. Requests without KV blocks stay as they are.
+        Raises BadRequest if the client's salt is not valid."""
         if not self.endpoint.computes:
             return self
         own = self.fields.get("cache_salt")
@@ -202,11 +200,8 @@ class EngineRequest:
         background: bool = False,
     ) -> EngineRequest:
         """The request with hints for the engine's scheduler; unchanged where vLLM has no place for
-        them, or will refuse the client's ``vllm_xargs``.
-
-        ``deadline`` of the whole answer is in monotonic seconds; ``background`` requests are served
-        after all others.
-        """
+        them, or will refuse the client's ``vllm_xargs``. ``deadline`` of the whole answer is in
+        monotonic seconds; ``background`` requests are served after all others."""
         hints: dict[str, Any] = {}
         if deadline is not None:
             hints[DEADLINE] = deadline

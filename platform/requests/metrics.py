@@ -177,11 +177,9 @@ class GatewayMetrics:
     def finished(
         self, model: str, endpoint: str, status: int, duration_s: float, slo_ms: float | None
     ) -> None:
-        """Count a request that ended, ``duration_s`` after it came.
-
-        ``endpoint`` is the path of the gateway's route, which clients cannot choose freely. The
-        deadline ``slo_ms`` is met by a success within that time.
-        """
+        """Count a request that ended, ``duration_s`` after it came. ``endpoint`` is the path of the
+        gateway's route, which clients cannot choose freely. The deadline ``slo_ms`` is met by a
+        success within that time."""
         model = self._label(model)
         self._requests.labels(model, endpoint, status).inc()
         self._duration.labels(model).observe(duration_s)

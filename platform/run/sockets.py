@@ -127,10 +127,8 @@ def check_listening(
     processes: Iterable[psutil.Process], server_ports: Collection[int], node: str | None = None
 ) -> None:
     """Check that nothing but the server listens beyond loopback, or the cluster's network.
-
     ``processes`` are the platform's on this machine, and ``node`` its address in the cluster's
-    network. ``StartError`` says which process and port do.
-    """
+    network. ``StartError`` says which process and port do."""
     found = "; ".join(_elsewhere(processes, server_ports, node))
     if found:
         raise StartError(

@@ -129,11 +129,9 @@ class Loader(TransferThread):
         self._count(layer_bytes(layer, copies), time.perf_counter() - begin)
 
     def _wrong(self, layer: int, run: BlockRun) -> Iterator[int]:
-        """The engine's blocks whose bytes of the layer do not match their checksum.
-
-        The check follows the copy, so it notices a slot that was given to others before or
-        meanwhile. It is of the engine's own bytes, if the CPU can read them.
-        """
+        """The engine's blocks whose bytes of the layer do not match their checksum. The check
+        follows the copy, so it notices a slot that was given to others before or meanwhile. It is
+        of the engine's own bytes, if the CPU can read them."""
         rows = self.memory.rows
         sealed = run.checksums[:, layer].tolist()
         for at, (checksum, block_seed) in enumerate(zip(sealed, run.seeds, strict=True)):

@@ -140,11 +140,9 @@ class Saver(TransferThread):
             self._thread.submit(self._staging.give_back).result()
 
     def finish(self, *, sound: bool) -> None:
-        """Wait until the engine may overwrite its blocks.
-
-        The store keeps the copies only if the step is ``sound``: one that used blocks which did not
-        load has computed wrong KV, and so has one that did not reach all layers.
-        """
+        """Wait until the engine may overwrite its blocks. The store keeps the copies only if the
+        step is ``sound``: one that used blocks which did not load has computed wrong KV, and so has
+        one that did not reach all layers."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -304,11 +302,9 @@ def _copy(rows: Sequence[KvRows], layers: range, runs: Sequence[BlockRun]) -> No
 
 
 def _seal(rows: Sequence[KvRows] | None, layers: range, run: BlockRun) -> None:
-    """Store the checksums of these layers of a run's blocks.
-
-    A writer that the store gave up may still write here, even after the copy. So the checksum
-    is of the engine's bytes; if the CPU cannot read those, the slots are compared with them.
-    """
+    """Store the checksums of these layers of a run's blocks. A writer that the store gave up may
+    still write here, even after the copy. So the checksum is of the engine's bytes; if the CPU
+    cannot read those, the slots are compared with them."""
     for at, seed in enumerate(run.seeds):
         run.checksums[at, layers.start : layers.stop] = [
             layer_digest(run.sealed_bytes(rows, at, layer), layer, seed) for layer in layers

@@ -40,10 +40,8 @@ def prompt_place(
     prompt: PromptView, answers: Role, prefill: Set[str], local_prompt_tokens: int
 ) -> PromptPlace | None:
     """Where a prompt is computed; None: by a replica that is not there for answers alone.
-
     ``answers`` is the role of the replica that was chosen for the answer, and ``prefill`` are
-    others that could compute a prompt of more than ``local_prompt_tokens``.
-    """
+    others that could compute a prompt of more than ``local_prompt_tokens``."""
     if answers is not Role.DECODE:
         return None
     if prompt.tokens <= local_prompt_tokens or not prompt.shareable:

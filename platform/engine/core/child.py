@@ -93,11 +93,9 @@ def _run(core: ServedEngineCore) -> None:
 
 
 def _shut_down(core: ServedEngineCore) -> None:
-    """End the workers, and what the connector still has under way.
-
-    vLLM's own shutdown collects garbage then, for a process that goes on. This one ends, and to
-    visit all that it has imported takes a second of a core.
-    """
+    """End the workers, and what the connector still has under way. vLLM's own shutdown collects
+    garbage then, for a process that goes on. This one ends, and to visit all that it has imported
+    takes a second of a core."""
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
     core.scheduler.shutdown()

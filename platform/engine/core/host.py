@@ -61,11 +61,9 @@ class EngineHost:
         *,
         fork: bool = True,
     ) -> EngineHost:
-        """Start an engine, and wait until it is ready, at most ``timeout_s``.
-
-        ``environment`` is added to this process's own; ``fork``: whether it may be forked. Raises
-        StartError if it cannot start, or takes too long.
-        """
+        """Start an engine, and wait until it is ready, at most ``timeout_s``. ``environment`` is
+        added to this process's own; ``fork``: whether it may be forked. Raises StartError if it
+        cannot start, or takes too long."""
         ours, process = await start_process(
             environment, timeout_s, fork=fork, simulated=start.simulated
         )
@@ -122,12 +120,9 @@ class EngineHost:
         return answers
 
     async def move_requests(self, to: str, most: int, *, timeout_s: float) -> int:
-        """Have clients take up to ``most`` requests to the replica ``to``; returns how many
-        left.
-
+        """Have clients take up to ``most`` requests to the replica ``to``; returns how many left.
         The others go on here. The engine has ``timeout_s`` to choose them, and clients again to
-        move them.
-        """
+        move them."""
         await self.call("move_requests", to, most, timeout_s=timeout_s)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -145,11 +140,9 @@ class EngineHost:
         return {int(number): why for number, why in said["problems"].items()}, said["left"]
 
     async def sleep(self, level: int, *, timeout_s: float) -> None:
-        """Have the engine give memory back, until :meth:`wake` or its next request.
-
-        ``level`` is vLLM's, of a GPU: with 2 the weights are dropped, too. Raises ValueError if it
-        has requests, or lends.
-        """
+        """Have the engine give memory back, until :meth:`wake` or its next request. ``level`` is
+        vLLM's, of a GPU: with 2 the weights are dropped, too. Raises ValueError if it has requests,
+        or lends."""
         await self.call("sleep", level, timeout_s=timeout_s)
 
     async def wake(self, *, timeout_s: float) -> None:
@@ -181,11 +174,9 @@ class EngineHost:
         limit_s: float = WEDGED_S,
         look_s: float = POLL_INTERVAL_S,
     ) -> None:
-        """Kill the engine once it has stood still for long, after ``tell`` was told why.
-
-        Returns when it has ended. :meth:`ended` then says the same. The other arguments are those
-        of :func:`~loomserve.platform.engine.process.peer_process.until_wedged`.
-        """
+        """Kill the engine once it has stood still for long, after ``tell`` was told why. Returns
+        when it has ended. :meth:`ended` then says the same. The other arguments are those of
+        :func:`~loomserve.platform.engine.process.peer_process.until_wedged`."""
         with contextlib.suppress(EngineEnded):
             why = await until_wedged(self.pid, self.turn, limit_s=limit_s, look_s=look_s)
             await tell(why)

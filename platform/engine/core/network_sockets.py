@@ -35,10 +35,8 @@ class NetworkSockets:
         self, name: str, context: zmq.Context[Any], socket: zmq.Socket[Any]
     ) -> Iterator[None]:
         """Bind a ROUTER, ``input`` or ``output``, to a free port for as long as the block takes.
-
         What it is bound to already stays as it is: options are those of the next address that is
-        bound. Its ``context`` has no other such sockets.
-        """
+        bound. Its ``context`` has no other such sockets."""
         if self._host is None:
             yield
             return

@@ -132,11 +132,9 @@ def _text(module: str) -> str:
 
 
 def literals_of(module: str, wanted: Callable[[str], bool]) -> dict[str, Mapping[str, Any]]:
-    """Tables of texts at the top level of a module such as ``vllm.reasoning``.
-
-    Of each wanted name its keys with their values, where these are plain ones; of a ``Literal`` its
-    texts. Raises SourceError if there is no such module, or no such name in it.
-    """
+    """Tables of texts at the top level of a module such as ``vllm.reasoning``. Of each wanted name
+    its keys with their values, where these are plain ones; of a ``Literal`` its texts. Raises
+    SourceError if there is no such module, or no such name in it."""
     found: dict[str, Mapping[str, Any]] = {}
     for node in module_tree(module).body:
         match node:

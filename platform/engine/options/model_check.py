@@ -43,10 +43,8 @@ def check_options(model: Model) -> None:
 
 def check_model(model: Model, folder: Path | str, *, on_cpu: bool) -> None:
     """Check a model's files, and its options against them, beyond what the options say alone.
-
     ``folder`` is what the catalog has found, and checked that it is whole; a hub id has no files
-    here. Raises ConfigError, which names the file or the option, and what to do.
-    """
+    here. Raises ConfigError, which names the file or the option, and what to do."""
     if isinstance(folder, Path):
         _refuse(model, _problems_of_files(model.engine, folder, on_cpu=on_cpu))
 

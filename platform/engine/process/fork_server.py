@@ -190,10 +190,8 @@ def cuda_is_initialized() -> bool:
 
 def _import_all(modules: Iterable[str]) -> dict[str, str]:
     """Import what all children need, and have the collector leave it alone, which would copy it.
-
     Returns the environment variables that this has set, as vLLM's imports do. Raises RuntimeError
-    if one of them has initialized CUDA.
-    """
+    if one of them has initialized CUDA."""
     before = dict(os.environ)
     for name in _NOT_IMPORTED:
         sys.modules[name] = None  # type: ignore[assignment]

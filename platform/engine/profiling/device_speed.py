@@ -44,11 +44,9 @@ def profile_devices(
     batches: Sequence[int],
     say: Say,
 ) -> DeviceProfile:
-    """Measure one device after the other, each in its own process.
-
-    ``models`` maps the source of each model whose stages are timed to its path and devices. Raises
-    StartError if a device or a model cannot be measured.
-    """
+    """Measure one device after the other, each in its own process. ``models`` maps the source of
+    each model whose stages are timed to its path and devices. Raises StartError if a device or a
+    model cannot be measured."""
     cpus = sum(device.kind == "cpu" for device in devices)
     # Read once, as it changes while devices are measured.
     share = psutil.virtual_memory().available // max(1, cpus)

@@ -98,10 +98,8 @@ class PackedOnUse:
 
 def pack_on_use(model: torch.nn.Module) -> list[PackedOnUse]:
     """Let what can be packed again be packed when it is used, and free what is never used.
-
     ``model`` is vLLM's, whose weights are loaded. Returns the operators, whose copies may be
-    dropped between two steps.
-    """
+    dropped between two steps."""
     found = []
     for layer in model.modules():
         if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):

@@ -279,10 +279,8 @@ def repeats(pattern: str, most: int) -> int:
 
 def measured(value: Any, param: str) -> tuple[int, list[dict[str, Any]]]:
     """Characters of a value's shortest JSON text, nearly (numbers count as eight), and its objects.
-
     Raises BadRequest for one that is too large or too deep, which is looked at no further than to
-    see that it is.
-    """
+    see that it is."""
     characters, depth = 0, 0
     objects: list[dict[str, Any]] = []
     level: list[Any] = [value]

@@ -56,11 +56,9 @@ def check_logprobs(fields: Mapping[str, Any], prompts: int, *, repeats: bool = F
 
 
 def most_tokens(each: int, answers: int, most: int = MOST_AT_ONCE) -> int:
-    """Tokens of a prompt, or of each answer, of which there are no more than ``most``.
-
-    ``each``: log probabilities of a token beside its own; negative: the whole vocabulary.
-    ``answers`` are to one prompt.
-    """
+    """Tokens of a prompt, or of each answer, of which there are no more than ``most``. ``each``:
+    log probabilities of a token beside its own; negative: the whole vocabulary. ``answers`` are to
+    one prompt."""
     return max(1, most // ((each + 1) * answers)) if each >= 0 else 1
 
 

@@ -145,11 +145,9 @@ def peak_tokens(requests: Iterable[Growing], block_tokens: int) -> int:
 def fitting(
     candidates: Iterable[Growing], running: Sequence[Growing], room_tokens: int, block_tokens: int
 ) -> int:
-    """Count the candidates that may start, from the first on, in the order of their priority.
-
-    One that is alone always may, and none overtakes one that may not. ``running`` are all requests
-    that hold memory, ``room_tokens`` those that are free, held by them, or taken by swap space.
-    """
+    """Count the candidates that may start, from the first on, in the order of their priority. One
+    that is alone always may, and none overtakes one that may not. ``running`` are all requests that
+    hold memory, ``room_tokens`` those that are free, held by them, or taken by swap space."""
     started = list(running)
     for number, candidate in enumerate(candidates):
         counted = [one for one in started if candidate.background or not one.background]
@@ -174,10 +172,8 @@ class PastAnswers:
 
     def left(self, generated: int, longest: int) -> int:
         """Estimate an answer's remaining tokens, of ``longest`` at most; 0 while little is known.
-
         The answer is expected to be as long as the mean of the longer ones, or twice ``generated``
-        if none was longer.
-        """
+        if none was longer."""
         if len(self._sorted) < _FEWEST:
             return 0
         shorter = bisect_right(self._sorted, generated)
