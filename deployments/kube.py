@@ -8,83 +8,33 @@ token that processes ask each other for, comes from the pods' environment.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from loomserve.deployments.batch.standby import StandbyBatchLane
 from loomserve.deployments.controller.pod_controller import PodController
 from loomserve.deployments.gateway_apps import build_gateway_app
 from loomserve.deployments.kvstore.kv_store import store_plan
-from loomserve.deployments.ray_node import keep_calls_on_node
+from loomserve.deployments.readiness import Ready
 from loomserve.deployments.serve_options import single
 from loomserve.platform.access.keys import with_given_hashes
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.folder import batch_folder
 from loomserve.platform.config import Config
 from loomserve.platform.config.loader import parse
 from loomserve.platform.fleet.messages import (
     BATCH_DEPLOYMENT,
-    CONTROLLER_APP,
     CONTROLLER_DEPLOYMENT,
     READY_DEPLOYMENT,
 )
 from loomserve.platform.http.audit_log import audit_log_path
 from loomserve.platform.kubernetes.pods import internal_token, read_config
 from loomserve.platform.run.ending import in_a_paragraph
-from loomserve.platform.state import ModelState, ModelStatus, PlatformState
-
-_LOOK_S = 0.5
-_TELL_S = 60.0
-_ANSWER_S = 10.0
-# Whoever asks for a model that sleeps or is not loaded has it come.
-_ANSWERING = frozenset(
-    {ModelStatus.READY, ModelStatus.DEGRADED, ModelStatus.ASLEEP, ModelStatus.UNLOADED}
-)
-
-
-class Ready:
-    """Serve deployment whose start lasts until the configured models answer."""
-
-    async def __init__(self, models: Collection[str]) -> None:  # type: ignore[misc]  # Serve awaits it
-        """``models`` are the names of the configured ones."""
-        keep_calls_on_node()
-        controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
-        told_at = time.monotonic()
-        while True:
-            waits = "for the controller"
-            try:
-                async with asyncio.timeout(_ANSWER_S):
-                    reply: Reply[PlatformState] = await controller.state.remote()
-                waits = waiting_for(models, reply.get().models)
-            except TimeoutError:
-                pass  # it is busy, as when engines start
-            if not waits:
-                return
-            if time.monotonic() - told_at > _TELL_S:
-                told_at = time.monotonic()
-                _log.warning("no traffic yet: waiting %s", waits)
-            await asyncio.sleep(_LOOK_S)
-
-
-def waiting_for(names: Collection[str], models: Collection[ModelState]) -> str:
-    """What traffic waits for, for the end of a sentence; empty: for nothing. A configured model
-    that is not among those that there are was unloaded by an operator."""
-    late = [
-        f"{model.name} ({model.status}{f': {model.message}' if model.message else ''})"
-        for model in models
-        if model.name in names and model.status not in _ANSWERING
-    ]
-    return f"for {', '.join(late)}" if late else ""
-
 
 _log = logging.getLogger("ray.serve")
 

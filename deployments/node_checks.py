@@ -33,7 +33,7 @@ from loomserve.platform.nodes.resources import name_in, on_devices, on_node
 from loomserve.platform.placement import model_files
 from loomserve.platform.run.folder import own_run
 from loomserve.platform.run.leftovers import processes_of
-from loomserve.platform.run.sockets import check_listening
+from loomserve.platform.run.listening import check_listening
 
 # Weights may have to be fetched.
 _CHECK_TIMEOUT_S = 3600.0

@@ -35,8 +35,8 @@ from loomserve.platform.nodes.token import read_token, token_path
 from loomserve.platform.run.ending import Interrupted, finished, telling
 from loomserve.platform.run.folder import RunFolder
 from loomserve.platform.run.leftovers import end_guard, end_run, start_guard
+from loomserve.platform.run.listening import check_listening
 from loomserve.platform.run.ray_environment import driver_environment, set_environment
-from loomserve.platform.run.sockets import check_listening
 from loomserve.platform.run.upkeep import RunUpkeep, keep_looking
 
 _LOOK_S = 0.5

@@ -2,7 +2,7 @@
 
 Requests go straight to the engines, so Ray Serve's queue lengths do not see them. Any thread may
 use the ledger. A request is booked when it is routed: of a burst every one sees those before it.
-Who sends it ends the booking; see :class:`~loomserve.routers.ticket.RoutingTicket`.
+Who sends it ends the booking; see :class:`~loomserve.routers.policy_choice.RoutingTicket`.
 """
 
 from __future__ import annotations

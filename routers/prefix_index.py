@@ -1,4 +1,13 @@
-"""Index of the prompts that replicas were sent lately, by the keys of their blocks."""
+"""Index of the prompts that replicas were sent lately, by the keys of their blocks.
+
+A key is the hash of its block and of the key before it, so two prompts have a key in common only if
+they are the same up to the end of its block. The first is hashed with the model, its adapter and
+the tenant's cache salt: an engine shares KV blocks within these only, and so do keys.
+
+They are hashes of 64 bits by xxh3, which tells at each block's end what it is of all so far. Only
+the process that routes has them. Should two differing blocks have the same, a prompt goes to a
+replica that has less of it than was thought, and computes it there.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from loomserve.deployments.gateway.dispatch import Dispatching, ModelRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
-from loomserve.platform.access.sequences import ModelMeter
+from loomserve.platform.access.request_meter import ModelMeter
 from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.base.errors import RequestError
 from loomserve.platform.config import ApiKey, Server

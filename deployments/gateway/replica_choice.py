@@ -19,10 +19,9 @@ from loomserve.routers.base import Decision
 from loomserve.routers.in_flight import InFlight
 from loomserve.routers.lateness import finish
 from loomserve.routers.policy import NodesKv
-from loomserve.routers.policy_choice import ReplicaChooser
+from loomserve.routers.policy_choice import ReplicaChooser, RoutingTicket
 from loomserve.routers.prefix_index import token_keys
 from loomserve.routers.table import ReplicaTable
-from loomserve.routers.ticket import RoutingTicket
 
 # Engines count exactly; this stands for an answer of which nothing is known.
 _ANSWER_TOKENS = 256

@@ -25,8 +25,7 @@ from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.platform.base import heap
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.config import Elastic
-from loomserve.platform.elastic.cold_start_queue import AskFor, ColdStartQueue
-from loomserve.platform.elastic.metrics import WaitingMetrics
+from loomserve.platform.elastic.cold_start_queue import AskFor, ColdStartQueue, WaitingMetrics
 from loomserve.platform.engine.hooks import verify
 from loomserve.platform.fleet.messages import FIRST_ANSWER_PATH, FirstAnswer, ModelRoute
 from loomserve.platform.front_end.engine.serving import settle_environment

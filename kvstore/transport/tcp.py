@@ -11,8 +11,7 @@ from weakref import WeakSet
 
 import msgspec
 
-from loomserve.kvstore.transport.channel import Channel
-from loomserve.kvstore.transport.hello import greet
+from loomserve.kvstore.transport.channel import Channel, greet
 from loomserve.kvstore.transport.protocol import (
     FETCH_S,
     MESSAGE_S,

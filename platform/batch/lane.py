@@ -12,9 +12,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from loomserve.platform.base.clock import steady_unix_clock
 from loomserve.platform.base.errors import TakenOver
-from loomserve.platform.base.periodic import every
+from loomserve.platform.base.periodic import every, steady_unix_clock
 from loomserve.platform.batch.executor import LineExecutor
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.length_estimation import LengthEstimator

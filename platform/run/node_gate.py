@@ -10,8 +10,9 @@ import contextlib
 
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.run.engine_address import node_of
+from loomserve.platform.run.lost_peers import notice_loss
 from loomserve.platform.run.node_identity import server_context
-from loomserve.platform.run.sockets import notice_loss, path_of
+from loomserve.platform.run.sockets import path_of
 
 _HANDSHAKE_TIMEOUT_S = 5.0
 _PIECE = 2**16

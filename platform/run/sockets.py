@@ -11,19 +11,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiohttp
-import psutil
 from aiohttp.client_proto import ResponseHandler
 
-from loomserve.platform.base.errors import StartError
-from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.run.engine_address import node_of
 from loomserve.platform.run.folder import own_run
+from loomserve.platform.run.lost_peers import notice_loss
 from loomserve.platform.run.node_identity import client_context
 
 if TYPE_CHECKING:
@@ -108,44 +105,3 @@ class PlatformConnector(aiohttp.BaseConnector):
 
 def _path(name: str) -> Path:
     return own_run().sockets / name
-
-
-LOSS_S = 5
-"""A connection whose other end is silent for so long is given up."""
-
-
-def notice_loss(sock: socket.socket, seconds: int = LOSS_S) -> None:
-    """Have the kernel give a TCP connection up whose other end is silent for so long."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, seconds // 2))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, seconds // 2))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
-
-
-def check_listening(
-    processes: Iterable[psutil.Process], server_ports: Collection[int], node: str | None = None
-) -> None:
-    """Check that nothing but the server listens beyond loopback, or the cluster's network.
-    ``processes`` are the platform's on this machine, and ``node`` its address in the cluster's
-    network. ``StartError`` says which process and port do."""
-    found = "; ".join(_elsewhere(processes, server_ports, node))
-    if found:
-        raise StartError(
-            f"other machines could reach what is for the platform alone: {found}. Install the "
-            "versions of Ray and vLLM that Loomserve was tested with (make install)"
-        )
-
-
-def _elsewhere(
-    processes: Iterable[psutil.Process], server_ports: Collection[int], node: str | None
-) -> Iterator[str]:
-    for process in processes:
-        try:
-            name, sockets = process.name(), process.net_connections("tcp")
-        except psutil.Error:  # it has just ended
-            continue
-        for one in sockets:
-            listens = one.status == psutil.CONN_LISTEN and one.laddr.port not in server_ports
-            if listens and not is_loopback(one.laddr.ip) and one.laddr.ip != node:
-                yield f"process {process.pid} ({name}) listens on {one.laddr.ip}:{one.laddr.port}"

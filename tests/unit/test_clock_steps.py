@@ -27,9 +27,8 @@ from loomserve.platform.scheduling.policy.hints import DEADLINE, deadline_of
 from loomserve.platform.state.roles import Role
 from loomserve.routers.base import Replica
 from loomserve.routers.in_flight import InFlight
-from loomserve.routers.policy_choice import ReplicaChooser
+from loomserve.routers.policy_choice import ReplicaChooser, RoutingTicket
 from loomserve.routers.snapshot import RoutingStats
-from loomserve.routers.ticket import RoutingTicket
 from tests.unit.deployments.gateway.test_lengths import asked
 from tests.unit.deployments.gateway.test_refuse_late import Choice, busy
 from tests.unit.platform.batch.test_lane import Bench, Engines, hurry, requests

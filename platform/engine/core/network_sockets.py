@@ -11,7 +11,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from loomserve.platform.run.engine_address import EngineNetwork
-from loomserve.platform.run.sockets import LOSS_S
+from loomserve.platform.run.lost_peers import LOSS_S
 
 _BIND_TIMEOUT_S = 30.0
 HEARTBEAT_MS = 1000
@@ -35,8 +35,10 @@ class NetworkSockets:
         self, name: str, context: zmq.Context[Any], socket: zmq.Socket[Any]
     ) -> Iterator[None]:
         """Bind a ROUTER, ``input`` or ``output``, to a free port for as long as the block takes.
+
         What it is bound to already stays as it is: options are those of the next address that is
-        bound. Its ``context`` has no other such sockets."""
+        bound. Its ``context`` has no other such sockets.
+        """
         if self._host is None:
             yield
             return

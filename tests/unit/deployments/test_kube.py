@@ -13,7 +13,7 @@ from ray.serve.schema import LoggingConfig
 from loomserve.deployments import kube
 from loomserve.deployments.batch.standby import StandbyBatchLane
 from loomserve.deployments.controller.pod_controller import PodController
-from loomserve.deployments.kube import Ready
+from loomserve.deployments.readiness import Ready
 from loomserve.platform.access.keys import VARIABLES, hash_key
 from loomserve.platform.fleet.messages import (
     BATCH_DEPLOYMENT,

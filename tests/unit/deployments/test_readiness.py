@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loomserve.deployments.kube import waiting_for
+from loomserve.deployments.readiness import waiting_for
 from loomserve.platform.state import ModelState, ModelStatus
 
 

@@ -21,8 +21,7 @@ from loomserve.kvstore.engine.request_keys import hands_over
 from loomserve.platform.engine.scheduler_calls import WorkerCall
 from loomserve.platform.engine.scheduling.step_hooks import HookedScheduler, StepHooks
 from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
-from loomserve.platform.lending.engine.scheduling.loan import Loan, observe
-from loomserve.platform.lending.engine.scheduling.partition_use import PartitionUse
+from loomserve.platform.lending.engine.scheduling.loan import Loan, PartitionUse, observe
 from loomserve.platform.lending.engine.scheduling.placement import RequestMoves, RequestPlacement
 from loomserve.platform.lending.engine.shards.migration import MigrationPhase, ShardMigration
 from loomserve.platform.lending.policy.limits import LoanPhase

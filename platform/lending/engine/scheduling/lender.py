@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from loomserve.platform.engine.scheduler_calls import WorkerCall
 from loomserve.platform.engine.scheduling.step_hooks import HookedScheduler, StepHooks
 from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
-from loomserve.platform.lending.engine.scheduling.partition_use import PartitionUse
+from loomserve.platform.lending.engine.scheduling.loan import PartitionUse
 from loomserve.platform.lending.policy.layout import (
     Layout,
     Memory,

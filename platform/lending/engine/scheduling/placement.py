@@ -11,8 +11,7 @@ from vllm.v1.request import Request
 from loomserve.kvstore.engine.request_keys import hands_over
 from loomserve.platform.engine.scheduling.step_hooks import HookedScheduler
 from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
-from loomserve.platform.lending.engine.scheduling.loan import Copy, Loan
-from loomserve.platform.lending.engine.scheduling.partition_use import PartitionUse
+from loomserve.platform.lending.engine.scheduling.loan import Copy, Loan, PartitionUse
 from loomserve.platform.lending.policy.partition_choice import (
     PLACEMENTS,
     Arrival,

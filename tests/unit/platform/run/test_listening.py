@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.run.sockets import check_listening
+from loomserve.platform.run.listening import check_listening
 
 
 @pytest.mark.parametrize(
