@@ -24,7 +24,7 @@ from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.front_end.routing import RoutingRequest, checked
 from loomserve.platform.placement.policy.graph import Demand, DeviceNode, Graph
 from loomserve.platform.placement.policy.helr import MODES, place
-from loomserve.platform.rebalancing.policy.correction import Corrections
+from loomserve.platform.rebalancing.policy.forecast import Corrections
 from loomserve.platform.rebalancing.policy.heat import classify
 from loomserve.platform.rebalancing.policy.planner import propose
 from loomserve.platform.rebalancing.policy.snapshot import (
@@ -40,9 +40,9 @@ from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.load_report import LoadReport
 from loomserve.platform.state.roles import Role
-from loomserve.routers.block_keys import BLOCK_TOKENS
 from loomserve.routers.in_flight import InFlight
 from loomserve.routers.policies import load_aware
+from loomserve.routers.prefix_index import BLOCK_TOKENS
 from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.table import ReplicaTable
 from tests.routed_fleet import told_over_reported

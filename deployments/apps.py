@@ -48,10 +48,8 @@ def run_platform(
     """Hand all applications to Serve and return the controller's handle, once they run.
 
     Engines start meanwhile, and in a cluster the gateways of other nodes later. ``placed`` are the
-    models that the platform has placed, with the reason.
-
-    Raises:
-        StartError: one of them does not start.
+    models that the platform has placed, with the reason. Raises StartError if one of them does not
+    start.
     """
     apps = {
         **{
@@ -80,10 +78,7 @@ def run_platform(
 
 
 def _await_running(names: Collection[str]) -> None:
-    """
-    Raises:
-        StartError: an application does not start.
-    """
+    """Raises StartError if an application does not start."""
     while True:
         found = serve.status().applications
         for name in names:

@@ -22,7 +22,7 @@ from loomserve.deployments.gateway_apps import build_gateway_app
 from loomserve.deployments.kvstore.kv_store import store_plan
 from loomserve.deployments.readiness import Ready
 from loomserve.deployments.serve_options import single
-from loomserve.platform.access.given_hashes import with_given_hashes
+from loomserve.platform.access.keys import with_given_hashes
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.batch.folder import batch_folder
 from loomserve.platform.config import Config
@@ -45,10 +45,8 @@ Builder = Callable[[dict[str, str]], Any]
 
 
 def _told_in_a_paragraph(build: Builder) -> Builder:
-    """A builder whose errors are the application's message as they are.
-
-    Serve puts the traceback of any other exception than its own there, after four attempts.
-    """
+    """A builder whose errors are the application's message as they are. Serve puts the traceback of
+    any other exception than its own there, after four attempts."""
 
     @wraps(build)
     def built(args: dict[str, str]) -> Any:

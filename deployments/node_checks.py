@@ -57,11 +57,8 @@ class NodeReport:
 
 
 def check_nodes(config: Config, base: Path, say: Callable[[str], None]) -> dict[str, NodeReport]:
-    """Check each node that has devices, at once, and have weights fetched there.
-
-    Raises:
-        StartError: a node cannot do what the configuration asks of it; names node and field.
-    """
+    """Check each node that has devices, at once, and have weights fetched there. Raises StartError,
+    which names node and field, if a node cannot do what the configuration asks of it."""
     _check_devices(config)
     say(f"checking nodes {', '.join(config.nodes)}")
     given = config.model_dump_json(), str(base.resolve())
@@ -103,11 +100,8 @@ def _check_devices(config: Config) -> None:
 def _told_by(
     nodes: Iterable[str], look: Callable[..., T], *given: object, timeout_s: float
 ) -> dict[str, T]:
-    """What ``look`` returns on each node, which it gets the name of, and what else is given.
-
-    Raises:
-        StartError: it has raised a LoomserveError on one of them, or that does not answer in time.
-    """
+    """What ``look`` returns on each node, which it gets the name of, and what else is given. Raises
+    StartError if it has raised a LoomserveError on one of them, or that does not answer in time."""
     asked = {
         name: _look.options(resources=on_node(name)).remote(look, name, *given) for name in nodes
     }

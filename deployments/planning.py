@@ -37,12 +37,9 @@ Say = Callable[[str], None]
 
 
 def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
-    """Fetch and check every model, and plan how many replicas of each to start.
-
-    Raises:
-        ConfigError: a model's source is wrong.
-        StartError: a model cannot be fetched, or memory does not suffice.
-    """
+    """Fetch and check every model, and plan how many replicas of each to start. Raises ConfigError
+    if a model's source is wrong; StartError if a model cannot be fetched, or memory does not
+    suffice."""
     weights: dict[str, int] = {}
     for offline in config.offline_models:
         prepare_predictor(offline)

@@ -49,10 +49,8 @@ def living_nodes() -> dict[str, LivingNode]:
 
 
 def drain_node(ray_id: str, deadline_s: float) -> None:
-    """Have Ray move what it has on a node elsewhere, and end the node by the deadline at last.
-
-    By Ray's own command, which has no public counterpart; RuntimeError: it refuses.
-    """
+    """Have Ray move what it has on a node elsewhere, and end the node by the deadline at last. By
+    Ray's own command, which has no public counterpart; RuntimeError: it refuses."""
     options = {
         "address": ray.get_runtime_context().gcs_address,
         "node-id": ray_id,

@@ -340,10 +340,8 @@ def _serve_runs() -> bool:
 
 
 def _delete_ours() -> None:
-    """End our applications, each of which ends within the time that its requests have.
-
-    Serve's own calls that wait give up after 30 or 60 s, and its end then cuts those requests.
-    """
+    """End our applications, each of which ends within the time that its requests have. Serve's own
+    calls that wait give up after 30 or 60 s, and its end then cuts those requests."""
     from ray import serve
 
     # Until the controller has ended it may deploy.

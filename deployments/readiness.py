@@ -50,10 +50,8 @@ class Ready:
 
 
 def waiting_for(names: Collection[str], models: Collection[ModelState]) -> str:
-    """What traffic waits for, for the end of a sentence; empty: for nothing.
-
-    A configured model that is not among those that there are was unloaded by an operator.
-    """
+    """What traffic waits for, for the end of a sentence; empty: for nothing. A configured model
+    that is not among those that there are was unloaded by an operator."""
     late = [
         f"{model.name} ({model.status}{f': {model.message}' if model.message else ''})"
         for model in models

@@ -20,10 +20,8 @@ _TIMEOUT_S = 600.0
 
 
 def py_executable(title: str) -> str:
-    """How a runtime environment names this launcher, for a process with a title without spaces.
-
-    A shell on the worker's node expands it.
-    """
+    """How a runtime environment names this launcher, for a process with a title without spaces. A
+    shell on the worker's node expands it."""
     return f'"${{{PYTHON_VARIABLE}:-{sys.executable}}}" -m {__name__} {title}'
 
 

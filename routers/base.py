@@ -78,10 +78,8 @@ class Order:
 
 
 class Orders:
-    """The orders of some rows: by load, those of known and of unknown load; and by queue.
-
-    Each is made from the columns when it is first asked for, and kept up to date from then on.
-    """
+    """The orders of some rows: by load, those of known and of unknown load; and by queue. Each is
+    made from the columns when it is first asked for, and kept up to date from then on."""
 
     def __init__(self, columns: Columns, rows: Sequence[int] | None = None) -> None:
         """``rows``: None: those that the columns call answering."""
@@ -158,9 +156,7 @@ class Candidates:
 
     def by_load(self, *, known: bool | None = None) -> Iterator[Key]:
         """Utilisation, queue length and row, the least first; those of unknown load at the end.
-
-        ``known``: Only those of known, or of unknown load.
-        """
+        ``known``: Only those of known, or of unknown load."""
         if known is None:
             return chain(self.by_load(known=True), self.by_load(known=False))
         return self._but_out(self._orders.get(known))
@@ -206,11 +202,9 @@ class Candidates:
 
     @cached_property
     def utilisation(self) -> Floats:
-        """BanaServe's U = C/C_max + M/M_max (eq. 4-33), of requests and of KV cache.
-
-        The paper's C is what the hardware does, hence U ≤ 2. Here it is demand: those that wait
-        raise U above 2, or a flooded replica would pass for a full one.
-        """
+        """BanaServe's U = C/C_max + M/M_max (eq. 4-33), of requests and of KV cache. The paper's C
+        is what the hardware does, hence U ≤ 2. Here it is demand: those that wait raise U above 2,
+        or a flooded replica would pass for a full one."""
         return self.columns.utilisation.take(self.rows)
 
     @cached_property

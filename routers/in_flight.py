@@ -2,7 +2,7 @@
 
 Requests go straight to the engines, so Ray Serve's queue lengths do not see them. Any thread may
 use the ledger. A request is booked when it is routed: of a burst every one sees those before it.
-Who sends it ends the booking; see :class:`~loomserve.routers.ticket.RoutingTicket`.
+Who sends it ends the booking; see :class:`~loomserve.routers.policy_choice.RoutingTicket`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ NOTHING = Assigned()
 
 
 class Booking:
-    """Entry of the ledger for one attempt of one request; only the ledger touches its fields.
-
-    It records that it has ended, so that a request cancelled before it was routed is never booked.
-    """
+    """Entry of the ledger for one attempt of one request; only the ledger touches its fields. It
+    records that it has ended, so that a request cancelled before it was routed is never booked."""
 
     _replica_id: str | None = None
     _booked = 0, 0

@@ -14,7 +14,7 @@ from loomserve.routers.table import ReplicaTable
 
 
 class RoutedRequest(Protocol):
-    """A :class:`~loomserve.routers.ticket.RoutingTicket`, as policies see it."""
+    """A :class:`~loomserve.routers.policy_choice.RoutingTicket`, as policies see it."""
 
     ledger: InFlight
     prompt_tokens: int

@@ -1,14 +1,52 @@
-"""Index of the prompts that replicas were sent lately, by the keys of their blocks."""
+"""Index of the prompts that replicas were sent lately, by the keys of their blocks.
+
+A key is the hash of its block and of the key before it, so two prompts have a key in common only if
+they are the same up to the end of its block. The first is hashed with the model, its adapter and
+the tenant's cache salt: an engine shares KV blocks within these only, and so do keys.
+
+They are hashes of 64 bits by xxh3, which tells at each block's end what it is of all so far. Only
+the process that routes has them. Should two differing blocks have the same, a prompt goes to a
+replica that has less of it than was thought, and computes it there.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from threading import Lock
 
 import numpy as np
+from xxhash import xxh3_64
 
 from loomserve.routers.base import Candidates, Ints
+
+BLOCK_TOKENS = 64
+"""Several of vLLM's blocks (16 tokens): less to hash, and shorter prefixes save nothing."""
+MOST_BLOCKS = 2048
+"""A prompt's blocks beyond have no keys."""
+
+
+def token_keys(
+    tokens: Iterable[int],
+    *,
+    model: str,
+    salt: str | None,
+    adapter: str | None = None,
+    block_tokens: int = BLOCK_TOKENS,
+) -> tuple[int, ...]:
+    """A key for each full block of a prompt's tokens, the last token's block only if it is full.
+    Raises OverflowError if a token is below 0, or above 2³² - 1."""
+    packed = array("I", tokens)
+    size = block_tokens * packed.itemsize
+    blocks = memoryview(packed).cast("B")
+    hashed = xxh3_64(repr((block_tokens, model, adapter, salt)).encode())
+    keys = []
+    for start in range(0, min(len(blocks), MOST_BLOCKS * size) - size + 1, size):
+        hashed.update(blocks[start : start + size])
+        keys.append(hashed.intdigest())
+    return tuple(keys)
+
 
 Level = tuple[int, Collection[str]]
 """A number of blocks, and the replicas that were sent so many."""
@@ -60,7 +98,7 @@ class PrefixIndex:
     It tells what an engine may still have in its KV cache, which forgets in the same order: of a
     burst's first request no report is there in time for the next. Thread-safe, without a clock.
 
-    Keys are chained (:mod:`loomserve.routers.block_keys`), and a prompt's last block is forgotten
+    Keys are chained (:mod:`loomserve.routers.prefix_index`), and a prompt's last block is forgotten
     before those that it follows. So with a key a replica has all keys before it, and the replicas
     that have a key are among those that have the key before: where these are as many, they are the
     same.
@@ -75,10 +113,8 @@ class PrefixIndex:
         """The only replica that has a key, or all that have."""
 
     def sent(self, replica_id: str, keys: Sequence[int], most_keys: int | None = None) -> None:
-        """Note that a replica was sent a prompt.
-
-        ``most_keys`` is a tighter bound, such as the blocks that the replica's KV cache holds.
-        """
+        """Note that a replica was sent a prompt. ``most_keys`` is a tighter bound, such as the
+        blocks that the replica's KV cache holds."""
         most = self._most_keys if most_keys is None else min(most_keys, self._most_keys)
         keys, holders = keys[:most], self._holders
         with self._lock:

@@ -96,10 +96,8 @@ class ReplicaTable:
         """Heap of when loads were measured, one a row: no later than its last."""
 
     def set_replicas(self, ids: Iterable[str], nodes: Mapping[str, str] | None = None) -> None:
-        """Set which replicas there are; reports of those that stay are kept.
-
-        ``nodes``: where each is; None: all on one.
-        """
+        """Set which replicas there are; reports of those that stay are kept. ``nodes``: where each
+        is; None: all on one."""
         wanted = frozenset(ids)
         if wanted == self.known_ids:
             return
@@ -166,10 +164,8 @@ class ReplicaTable:
     def candidates(
         self, *, exclude: frozenset[str], pinned_to: str | None = None, now: float
     ) -> Candidates:
-        """The replicas that may take a request.
-
-        Prefill replicas take clients' requests only if no other replica can.
-        """
+        """The replicas that may take a request. Prefill replicas take clients' requests only if no
+        other replica can."""
         self._forget_stale(now)
         rows, row_of, answering = self._rows, self.row_of, self._answering
         if pinned_to is not None:

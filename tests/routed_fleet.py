@@ -25,12 +25,12 @@ from loomserve.platform.scheduling.simulator import (
 from loomserve.platform.simulated.engine import PrefixCache
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import Role
-from loomserve.routers.block_keys import BLOCK_TOKENS
 from loomserve.routers.in_flight import InFlight
 from loomserve.routers.policy import NodesKv, RoutedModel
+from loomserve.routers.policy_choice import RoutingTicket
+from loomserve.routers.prefix_index import BLOCK_TOKENS
 from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.table import ReplicaTable
-from loomserve.routers.ticket import RoutingTicket
 
 NOBODY: frozenset[str] = frozenset()
 _LOAD_SHARE = 0.02

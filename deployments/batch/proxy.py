@@ -67,12 +67,8 @@ class BatchProxy:
         """What the clock of the lane's node shows more than this one's."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """
-        Raises:
-            NotFound: the platform has no lane.
-            BodyTooLarge: the upload is larger than ``max_file_bytes``.
-            Unavailable: the lane does not answer.
-        """
+        """Raises NotFound if the platform has no lane; BodyTooLarge if the upload is larger than
+        ``max_file_bytes``; Unavailable if the lane does not answer."""
         if self._lane is None:
             raise NotFound(
                 "there is no batch lane here: the operator adds a batch section to the "

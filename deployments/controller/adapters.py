@@ -34,13 +34,10 @@ class ModelAdapters:
         """Load an adapter, have other weights under its name, or unload it (None).
 
         It returns once replicas have it; those that do not answer get it with their next heartbeat.
-        Of one that is unloaded, requests that have begun go on.
-
-        Raises:
-            UnknownModel: there is no such model.
-            NotFound: it has no such adapter to unload.
-            Conflict: the name is taken, or the model takes no adapter more.
-            BadRequest: there is no such adapter, or the model does not take it.
+        Of one that is unloaded, requests that have begun go on. Raises UnknownModel if there is no
+        such model; NotFound if it has no such adapter to unload; Conflict if the name is taken, or
+        the model takes no adapter more; BadRequest if there is no such adapter, or the model does
+        not take it.
         """
         async with self._one_at_a_time:
             if source is None:

@@ -104,12 +104,9 @@ class ModelLifecycle:
         self._spawn(self.place(name))
 
     async def load(self, model: Model) -> None:
-        """Load a model, which serves later; one without devices, once it is asked for.
-
-        Raises:
-            BadRequest: the configuration would be wrong with it.
-            Conflict: a model or an alias of that name is there.
-        """
+        """Load a model, which serves later; one without devices, once it is asked for. Raises
+        BadRequest if the configuration would be wrong with it; Conflict if a model or an alias
+        of that name is there."""
         self._fleet.aliases.check_model_name(model.name)
         why = None if model.is_placed else "it has not been loaded yet"
         model = placed_late(model, self._config.devices, Path(self._base))
@@ -140,12 +137,8 @@ class ModelLifecycle:
         await self._until_done(f"placing the replicas of {name}", work)
 
     async def unload(self, name: str, timeout_s: float | None) -> None:
-        """Unload a model once its requests have ended, at the latest after ``timeout_s``.
-
-        Raises:
-            UnknownModel: there is no such model.
-            Conflict: it is being unloaded already.
-        """
+        """Unload a model once its requests have ended, at the latest after ``timeout_s``. Raises
+        UnknownModel if there is no such model; Conflict if it is being unloaded already."""
         if timeout_s is None:
             timeout_s = self._config.server.drain_timeout_s
         self._fleet.registry.begin_unload(name, time.monotonic() + timeout_s)
@@ -177,11 +170,8 @@ class ModelLifecycle:
 
     async def scale(self, name: str, replicas: int | None) -> None:
         """Change the number of a model's replicas, which come and go later; None: by its load.
-
-        Raises:
-            UnknownModel: there is no such model.
-            BadRequest: its devices allow no such number, or it has no bounds for its load.
-        """
+        Raises UnknownModel if there is no such model; BadRequest if its devices allow no such
+        number, or it has no bounds for its load."""
         record = self._fleet.registry.record(name)
         _check_replicas(record.model, replicas)
         record.fix(record.model.scaling is not None and replicas is not None)
@@ -194,12 +184,8 @@ class ModelLifecycle:
         self._settle(name)
 
     async def set_role(self, replica_id: str, role: Role) -> None:
-        """Change what is sent to a replica.
-
-        Raises:
-            NotFound: there is no such replica.
-            Conflict: its model keeps nothing in a KV store.
-        """
+        """Change what is sent to a replica. Raises NotFound if there is no such replica; Conflict
+        if its model keeps nothing in a KV store."""
         model = self._fleet.registry.replica(replica_id).model
         if role is not Role.UNIFIED and self._kv_transfer_config(model) is None:
             raise Conflict(
@@ -276,10 +262,7 @@ class ModelLifecycle:
 
 
 def _check_replicas(model: Model, replicas: int | None) -> None:
-    """
-    Raises:
-        BadRequest: its devices allow no such number, or it has no bounds for its load.
-    """
+    """Raises BadRequest if its devices allow no such number, or it has no bounds for its load."""
     if replicas is None and model.scaling is None:
         raise BadRequest(
             f"model {model.name!r} has no replicas.min and replicas.max: ask for a number",

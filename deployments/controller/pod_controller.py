@@ -42,10 +42,7 @@ class PodController(Controller):
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: dict[str, Any], internal_token: str, base: str
     ) -> None:
-        """
-        Raises:
-            LoomserveError: a node cannot do what the configuration asks of it.
-        """
+        """Raises LoomserveError if a node cannot do what the configuration asks of it."""
         checked = Config.model_validate(config)
         kept = store_plan(checked, Path(base))
         first = not await asyncio.to_thread(has_wishes, wishes_folder(), internal_token)
@@ -107,11 +104,9 @@ class ConfiguredModels:
 
 @contextmanager
 def _told_without_traceback() -> Iterator[None]:
-    """Have Serve's message be what is wrong, and its log say where that was found.
-
-    Serve makes the message of the traceback with which a replica's start fails, and ends its
-    process. Python leaves frames out of those that are made from here on.
-    """
+    """Have Serve's message be what is wrong, and its log say where that was found. Serve makes the
+    message of the traceback with which a replica's start fails, and ends its process. Python leaves
+    frames out of those that are made from here on."""
     try:
         yield
     except LoomserveError:

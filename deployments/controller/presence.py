@@ -98,12 +98,9 @@ class ModelPresence:
     # What gateways and operators ask for
 
     async def want(self, name: str) -> None:
-        """Requests wait for a model: have it come, or say why it does not.
-
-        Raises:
-            UnknownModel: there is no such model, or it is being unloaded.
-            Unavailable: there is no room for it, or it cannot be loaded.
-        """
+        """Requests wait for a model: have it come, or say why it does not. Raises UnknownModel if
+        there is no such model, or it is being unloaded; Unavailable if there is no room for it,
+        or it cannot be loaded."""
         record = self._record(name)
         await self._learn_size(record.model)
         now = self._clock()
@@ -135,13 +132,9 @@ class ModelPresence:
         return next((each for each in decision.refused if each.model == name), None)
 
     async def set(self, name: str, presence: Presence) -> None:
-        """Have a model be ready, asleep or unloaded, as an operator wishes.
-
-        Raises:
-            UnknownModel: there is no such model, or it is being unloaded.
-            Unavailable: there is no room for it.
-            Conflict: it has requests, or no engine that could sleep.
-        """
+        """Have a model be ready, asleep or unloaded, as an operator wishes. Raises UnknownModel if
+        there is no such model, or it is being unloaded; Unavailable if there is no room for it;
+        Conflict if it has requests, or no engine that could sleep."""
         record = self._record(name)
         if presence is Presence.READY:
             await self._begin_anew(record)
@@ -155,9 +148,7 @@ class ModelPresence:
 
     def room_for(self, name: str, device: str) -> str:
         """Have room for one more replica of a model on a device; why there is none yet, or ``""``.
-
-        Models that are idle for long may go for it.
-        """
+        Models that are idle for long may go for it."""
         now = self._clock()
         snapshot = self._observer.snapshot(now, self._demands, self._mover.moving)
         growth = grow(snapshot, self._rules, name, device)

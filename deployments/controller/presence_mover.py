@@ -72,11 +72,8 @@ class PresenceMover:
     def change(
         self, name: str, presence: Presence, why: str, *, drains: bool = False
     ) -> Coroutine[Any, Any, None]:
-        """Set what a model is to be; returns the work that makes it so.
-
-        The work raises ``Conflict``, and the model stays, if it has requests, for too long with
-        ``drains``.
-        """
+        """Set what a model is to be; returns the work that makes it so. The work raises
+        ``Conflict``, and the model stays, if it has requests, for too long with ``drains``."""
         _log.info("model %s is to be %s: %s", name, presence, why)
         record = self._fleet.registry.record(name)
         if record.presence is Presence.READY:
@@ -113,10 +110,7 @@ class PresenceMover:
         await self._calls.close()
 
     async def _carry_out(self, name: str, presence: Presence, drains: bool) -> None:
-        """
-        Raises:
-            Conflict: it has requests, and stays.
-        """
+        """Raises Conflict if it has requests, and stays."""
         try:
             await self._publish()
             async with self._busy[name]:
@@ -185,10 +179,7 @@ class PresenceMover:
             await self._publish()
 
     async def _put_to_sleep(self, name: str, presence: Presence, drains: bool) -> None:
-        """
-        Raises:
-            Conflict: a replica has requests, or cannot sleep.
-        """
+        """Raises Conflict if a replica has requests, or cannot sleep."""
         began = self._clock()
         for each in self._fleet.registry.live(name, began):
             while self._is_to_be(name, presence):

@@ -43,12 +43,8 @@ class ReplicaCalls:
         return self._made
 
     async def set_awake(self, address: str, awake: bool) -> None:
-        """Have a replica's engine wake or sleep; returns once it has.
-
-        Raises:
-            Conflict: it has requests, or cannot sleep.
-            ReplicaUnreachableError: nobody answers.
-        """
+        """Have a replica's engine wake or sleep; returns once it has. Raises Conflict if it has
+        requests, or cannot sleep; ReplicaUnreachableError if nobody answers."""
         order = AwakeOrder(awake=awake, generation=self._generation)
         status, told = await self._put(address, AWAKE_PATH, order)
         if status == _REFUSED:

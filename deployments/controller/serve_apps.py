@@ -10,7 +10,7 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 
-from loomserve.deployments.engine.deploy import (
+from loomserve.deployments.engine.app import (
     Handed,
     applications,
     hand_to_serve,

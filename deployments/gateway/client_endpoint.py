@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from loomserve.deployments.gateway.dispatch import Dispatching, ModelRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
-from loomserve.platform.access.sequences import ModelMeter
+from loomserve.platform.access.request_meter import ModelMeter
 from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.base.errors import RequestError
 from loomserve.platform.config import ApiKey, Server
@@ -30,10 +30,8 @@ _CLIENT_CLOSED_REQUEST = 499
 
 @dataclass(eq=False)
 class ClientEndpoint:
-    """ASGI application, behind the ingress middleware, of all of vLLM's endpoints for clients.
-
-    It keeps requests within each model's limit.
-    """
+    """ASGI application, behind the ingress middleware, of all of vLLM's endpoints for clients. It
+    keeps requests within each model's limit."""
 
     server: Server
     routes: ModelRoutes

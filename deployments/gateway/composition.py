@@ -41,8 +41,7 @@ from loomserve.deployments.ray_node import node_address, own_node
 from loomserve.platform.access.admin import build_keys_router
 from loomserve.platform.access.allowances import Allowances
 from loomserve.platform.access.live_keys import LiveKeys
-from loomserve.platform.access.request_meter import RequestMeter
-from loomserve.platform.access.sequences import ModelMeter
+from loomserve.platform.access.request_meter import ModelMeter, RequestMeter
 from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter, usage_path
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.base.reply import Reply

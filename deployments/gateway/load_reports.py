@@ -63,10 +63,8 @@ class LoadReports:
                 self._asking[replica_id] = address, task
 
     def pushed(self, replica_id: str, load: LoadReport, counted_until: float) -> None:
-        """Take in a load that a replica's engine has pushed.
-
-        ``counted_until``: monotonic seconds; the load has what was booked here until then.
-        """
+        """Take in a load that a replica's engine has pushed. ``counted_until``: monotonic seconds;
+        the load has what was booked here until then."""
         if replica_id in self._asking:
             self._pushed[replica_id] = pushed = _Pushed(time.monotonic(), load, counted_until)
             if (last := self._table.last_load(replica_id)) is not None:

@@ -35,10 +35,8 @@ _DRAIN_TIMEOUT_S = 3600.0
 
 
 class ModelFrontEnd:
-    """A model's :class:`ModelServing` with its loads and its router.
-
-    One that cannot be set up is tried again, and costs the gateway nothing else.
-    """
+    """A model's :class:`ModelServing` with its loads and its router. One that cannot be set up is
+    tried again, and costs the gateway nothing else."""
 
     def __init__(
         self,
@@ -93,10 +91,8 @@ class ModelFrontEnd:
             self._connect()
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """
-        Raises:
-            Unavailable: the model is not set up, has no replica in time, or does not answer.
-        """
+        """Raises Unavailable if the model is not set up, has no replica in time, or does not
+        answer."""
         if not self._first.some:
             await self._until_set_up()
             await self._first.until_some(self._wait_s)

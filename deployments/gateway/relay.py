@@ -47,13 +47,9 @@ async def relay(
     """Have a front end, ``app``, answer the request.
 
     An answer of which an engine has given something ends after ``idle_timeout_s`` without more, if
-    nothing waits there.
-
-    Raises:
-        ClientGoneError: the client has gone, and the request is aborted.
-        RequestError: what the front end has ended it with.
-        InternalError: the front end or an engine failed on it.
-        EngineGone: the answer stood still.
+    nothing waits there. Raises ClientGoneError if the client has gone, and the request is aborted;
+    the RequestError that the front end has ended it with; InternalError if the front end or an
+    engine failed on it; EngineGone if the answer stood still.
     """
     request = context.request
     passed = _RelayedAnswer(send, context)

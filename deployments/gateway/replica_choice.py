@@ -16,13 +16,12 @@ from loomserve.platform.http.engine_errors import no_replica
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.tracing import RequestTrace
 from loomserve.routers.base import Decision
-from loomserve.routers.block_keys import token_keys
 from loomserve.routers.in_flight import InFlight
 from loomserve.routers.lateness import finish
 from loomserve.routers.policy import NodesKv
-from loomserve.routers.policy_choice import ReplicaChooser
+from loomserve.routers.policy_choice import ReplicaChooser, RoutingTicket
+from loomserve.routers.prefix_index import token_keys
 from loomserve.routers.table import ReplicaTable
-from loomserve.routers.ticket import RoutingTicket
 
 # Engines count exactly; this stands for an answer of which nothing is known.
 _ANSWER_TOKENS = 256

@@ -25,8 +25,7 @@ from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.platform.base import heap
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.config import Elastic
-from loomserve.platform.elastic.cold_start_queue import AskFor, ColdStartQueue
-from loomserve.platform.elastic.metrics import WaitingMetrics
+from loomserve.platform.elastic.cold_start_queue import AskFor, ColdStartQueue, WaitingMetrics
 from loomserve.platform.engine.hooks import verify
 from loomserve.platform.fleet.messages import FIRST_ANSWER_PATH, FirstAnswer, ModelRoute
 from loomserve.platform.front_end.engine.serving import settle_environment
@@ -128,15 +127,11 @@ class RequestDispatcher(Dispatching):
         return [] if page is None else [page]
 
     async def dispatch(self, request: ModelRequest, receive: Receive, send: Send) -> None:
-        """Have the model's front end answer, or stop as soon as the client is gone.
-
-        Raises:
-            NotFound: the model does not answer the endpoint.
-            Unavailable: the model is not set up, or has no replica in time.
-            TooManyRequests: it is predicted to end after ``request.refuse_after``.
-            EngineGone: engines ended with it, or its answer stood still.
-            InternalError: the front end or an engine failed on it.
-        """
+        """Have the model's front end answer, or stop as soon as the client is gone. Raises NotFound
+        if the model does not answer the endpoint; Unavailable if the model is not set up, or has
+        no replica in time; TooManyRequests if it is predicted to end after
+        ``request.refuse_after``; EngineGone if engines ended with it, or its answer stood still;
+        InternalError if the front end or an engine failed on it."""
         if (front_end := self._models.get(request.model)) is not None:
             # No model has to come to refuse a request.
             front_end.check_endpoint(request.content.engine_path)

@@ -81,10 +81,8 @@ class ModelRoutes:
     def choose(
         self, fields: Mapping[str, Any], key: ApiKey | None, preferred: str | None = None
     ) -> ModelRoute:
-        """The route of the model that a request names, or of one that its alias stands for.
-
-        An alias means the ``preferred`` model if it may. Raises what :meth:`find` raises.
-        """
+        """The route of the model that a request names, or of one that its alias stands for. An
+        alias means the ``preferred`` model if it may. Raises what :meth:`find` raises."""
         name = fields.get("model")
         if not isinstance(name, str) or name not in self._aliases:
             return self.find(name, key)
@@ -106,10 +104,7 @@ class ModelRoutes:
         return self._answering(model)
 
     def _usable(self, name: str, key: ApiKey | None) -> dict[str, int]:
-        """
-        Raises:
-            Forbidden: the key may use neither the alias nor any of its models.
-        """
+        """Raises Forbidden if the key may use neither the alias nor any of its models."""
         usable = usable_models(key, name, self._aliases[name])
         if not any(usable.values()):
             check_model(key, name)
@@ -142,14 +137,10 @@ class ModelRoutes:
         )
 
     def find(self, model: object, key: ApiKey | None) -> ModelRoute:
-        """The route of the model that a request with this key names.
-
-        Raises:
-            BadRequest: no model is named, and there are several.
-            UnknownModel: there is no model of this name.
-            Forbidden: the key is for other models.
-            Unavailable: no replica of the model is ready, and requests do not wait for it.
-        """
+        """The route of the model that a request with this key names. Raises BadRequest if no model
+        is named, and there are several; UnknownModel if there is no model of this name;
+        Forbidden if the key is for other models; Unavailable if no replica of the model is
+        ready, and requests do not wait for it."""
         names = self._names(key)
         if model is None and len(names) == 1:
             model = names[0]
@@ -232,11 +223,9 @@ class ModelRoutes:
         return is_set_up or (route.on_demand and route.status is not ModelStatus.FAILED)
 
     async def takes_clients(self, request: Request) -> Response:
-        """For load balancers: whether to send clients here.
-
-        Like :meth:`ready` until all models have begun to serve, or failed to. Then one that answers
-        is enough: that an operator loads another is no reason to take all others away.
-        """
+        """For load balancers: whether to send clients here. Like :meth:`ready` until all models
+        have begun to serve, or failed to. Then one that answers is enough: that an operator loads
+        another is no reason to take all others away."""
         serving = [self._takes_requests(route) for route in self]
         self._has_settled |= bool(serving) and all(
             takes or route.status is ModelStatus.FAILED

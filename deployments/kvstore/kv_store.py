@@ -35,9 +35,7 @@ def store_plan(config: Config, base: Path) -> StorePlan | None:
 
 def start_store(options: StoreOptions) -> Any:
     """Start the store's actor, which Ray restarts when it dies, and return its handle.
-
-    ``StartError`` has the store's own message.
-    """
+    ``StartError`` has the store's own message."""
     import ray  # the command sets Ray's environment before it imports Ray
 
     actor_options = {

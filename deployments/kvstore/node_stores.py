@@ -93,9 +93,7 @@ class NodeStores:
 
     async def follow(self) -> None:
         """Start stores that are missing, let those of lost nodes go, and make all known to all.
-
-        Raises if Ray does not say which nodes there are.
-        """
+        Raises if Ray does not say which nodes there are."""
         places = await asyncio.to_thread(living_places, self._plan.nodes)
         for node in self._actors.keys() - places.keys():
             # With its node, it would wait for ever to be started there again.
@@ -109,9 +107,7 @@ class NodeStores:
 
     async def take_over(self, name: str) -> int:
         """Have other nodes fetch what one that is to leave has used last, as they have room for it.
-
-        Returns the blocks that they have of it, or are fetching. It takes 10 s at most.
-        """
+        Returns the blocks that they have of it, or are fetching. It takes 10 s at most."""
         actors = {self._names[ray_id]: actor for ray_id, actor in self._actors.items()}
         room = {
             node: usage.state.capacity_bytes - usage.state.used_bytes
@@ -183,9 +179,7 @@ class NodeStores:
 
 def start_node_stores(plan: StorePlan, token: str, timeout_s: float = 60.0) -> None:
     """Start a store on each node that is up, before engines are, which map its memory.
-
-    ``StartError``: one cannot start, or not in time; the message says on which node.
-    """
+    ``StartError``: one cannot start, or not in time; the message says on which node."""
 
     async def start() -> None:
         stores = NodeStores(plan, token, _NO_CONTROLLER)

@@ -24,10 +24,8 @@ R = TypeVar("R")
 
 
 class Stores:
-    """The store of this machine, which has no name, or those of all nodes, by their names.
-
-    Each call raises ``Unavailable`` if none answers.
-    """
+    """The store of this machine, which has no name, or those of all nodes, by their names. Each
+    call raises ``Unavailable`` if none answers."""
 
     def __init__(self, access: KvAccess) -> None:
         self._access = access
@@ -46,11 +44,9 @@ class Stores:
         return sum(done.blocks for done in (await self._ask(Flush(model), Done)).values())
 
     async def pin(self, namespaces: Sequence[bytes], keys: bytes, *, pinned: bool) -> int:
-        """Pin or unpin a chain in each of its ranks' namespaces; returns its blocks in memory.
-
-        Of several nodes each pins what it has, and the most that one has counts. Blocks that an
-        engine has just computed are awaited for a moment.
-        """
+        """Pin or unpin a chain in each of its ranks' namespaces; returns its blocks in memory. Of
+        several nodes each pins what it has, and the most that one has counts. Blocks that an engine
+        has just computed are awaited for a moment."""
         wanted = len(keys) // KEY_BYTES
         for _ in range(_PIN_ATTEMPTS):
             done = [await self._ask(Pin(name, keys, pinned), Done) for name in namespaces]

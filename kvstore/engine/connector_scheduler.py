@@ -30,10 +30,8 @@ _STATS_PERIOD_S = 0.5
 
 
 class TransferPolicy(Protocol):
-    """Decisions about loads and saves, asked for in each step, and reports of what they took.
-
-    By default, as under vLLM's own scheduler, every full block is saved and loaded.
-    """
+    """Decisions about loads and saves, asked for in each step, and reports of what they took. By
+    default, as under vLLM's own scheduler, every full block is saved and loaded."""
 
     @property
     def prefetches(self) -> bool:
@@ -41,10 +39,8 @@ class TransferPolicy(Protocol):
         return False
 
     def early_blocks(self, tokens: int) -> int:
-        """Blocks that may be saved, as they fill, beside a step of so many tokens.
-
-        The step lasts as long as its saves. Blocks of preempted requests are saved in any case.
-        """
+        """Blocks that may be saved, as they fill, beside a step of so many tokens. The step lasts
+        as long as its saves. Blocks of preempted requests are saved in any case."""
         return sys.maxsize
 
     def in_own_memory(self, request: Request) -> bool:
@@ -204,10 +200,8 @@ class StoreConnectorScheduler:
         return params or None
 
     def _forget_tail(self, request: Request, chain: bytes) -> None:
-        """Have the store forget the unfilled block of a request that has ended.
-
-        One that is aborted may go on in another engine.
-        """
+        """Have the store forget the unfilled block of a request that has ended. One that is aborted
+        may go on in another engine."""
         if not chain or request.status is RequestStatus.FINISHED_ABORTED:
             return
         for name in self.names.of_ranks(request.lora_request):

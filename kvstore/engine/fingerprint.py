@@ -28,11 +28,9 @@ def namespace(**inputs: Any) -> bytes:
 
 
 def folder_digest(folder: Path, cache: Path) -> str:
-    """Digest of the weights, configurations and code in a folder of a model or adapter.
-
-    It reads whole files, since fine-tunes may differ anywhere, a second for a few GB. So it keeps a
-    file's digest in ``cache`` until the file changes. ``FileNotFoundError``: there are no weights.
-    """
+    """Digest of the weights, configurations and code in a folder of a model or adapter. It reads
+    whole files, since fine-tunes may differ anywhere, a second for a few GB. So it keeps a file's
+    digest in ``cache`` until the file changes. ``FileNotFoundError``: there are no weights."""
     files = [
         file
         for file in sorted(folder.iterdir())

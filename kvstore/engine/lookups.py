@@ -50,10 +50,8 @@ class LookupResult:
 
 
 class Lookups:
-    """Open lookups, at most one a request; each is taken when the request gets memory.
-
-    Times are monotonic seconds of the caller's clock. ``node`` is the store's name among others'.
-    """
+    """Open lookups, at most one a request; each is taken when the request gets memory. Times are
+    monotonic seconds of the caller's clock. ``node`` is the store's name among others'."""
 
     def __init__(
         self,
@@ -82,9 +80,7 @@ class Lookups:
 
     def ask(self, request: Request, tokens: int, skip: int, now: float) -> LookupResult | None:
         """Look up the request's first ``tokens`` behind ``skip`` blocks; None: the store is away.
-
-        The last answer stands while it is fresh.
-        """
+        The last answer stands while it is fresh."""
         known = self._results.get(request.request_id)
         if known is not None and known.skip == skip:
             age = now - known.asked_at

@@ -66,10 +66,8 @@ class Transferred(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class SchedulingStats(KVConnectorStats):  # type: ignore[misc]
-    """Totals of the scheduler since the engine's start; later ones replace earlier ones.
-
-    vLLM carries a connector's statistics from EngineCore to the front end after every step.
-    """
+    """Totals of the scheduler since the engine's start; later ones replace earlier ones. vLLM
+    carries a connector's statistics from EngineCore to the front end after every step."""
 
     data: dict[str, Any]
 

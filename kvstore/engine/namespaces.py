@@ -43,10 +43,8 @@ class Namespaces:
         }
 
     def of_ranks(self, adapter: LoRARequest | None) -> list[bytes]:
-        """Namespaces for requests with this adapter, in the order of ranks.
-
-        The first call reads the adapter's files; ``OSError`` if they are not there.
-        """
+        """Namespaces for requests with this adapter, in the order of ranks. The first call reads
+        the adapter's files; ``OSError`` if they are not there."""
         # A folder may get other weights, and then its adapter another name.
         known = (adapter.lora_name, adapter.lora_path) if adapter else None
         if known not in self._by_adapter:

@@ -16,10 +16,8 @@ _MOST_BLOCKS = 16.0
 
 
 class StepPace:
-    """Running estimate of the seconds that a prompt token and a step take.
-
-    Times are monotonic seconds of the caller's clock.
-    """
+    """Running estimate of the seconds that a prompt token and a step take. Times are monotonic
+    seconds of the caller's clock."""
 
     def __init__(self, block_size: int) -> None:
         self.s_per_token = _FIRST_GUESS_S_PER_TOKEN

@@ -39,11 +39,9 @@ def handed_over_by(request: Request) -> str:
 
 
 def tail_end(tokens: int, block_size: int) -> int:
-    """Tokens up to which the KV of a request that is being answered is kept in the store.
-
-    Of the block that its first ``tokens`` leave unfilled, every fourth part is saved once it is
-    computed: who goes on with the request computes less than that again.
-    """
+    """Tokens up to which the KV of a request that is being answered is kept in the store. Of the
+    block that its first ``tokens`` leave unfilled, every fourth part is saved once it is computed:
+    who goes on with the request computes less than that again."""
     part = max(1, block_size // _PARTS_OF_A_BLOCK)
     return tokens // part * part
 
@@ -60,11 +58,9 @@ def chain_of(request: Request, blocks: int) -> bytes:
 
 
 def tail_key(chain: bytes, tokens: Sequence[int], owner: str = "") -> bytes:
-    """The key of a block that holds ``tokens`` and then nothing, after the blocks of ``chain``.
-
-    The chain's last key stands for all tokens before, the cache salt and the adapter. With an
-    ``owner``, a request, nobody else finds the block. ``ValueError``: there is neither.
-    """
+    """The key of a block that holds ``tokens`` and then nothing, after the blocks of ``chain``. The
+    chain's last key stands for all tokens before, the cache salt and the adapter. With an
+    ``owner``, a request, nobody else finds the block. ``ValueError``: there is neither."""
     if len(chain) < KEY_BYTES and not owner:
         raise ValueError("a tail follows at least one full block")
     said = b"tail" + chain[-KEY_BYTES:] + array("q", tokens).tobytes() + owner.encode()
@@ -72,20 +68,15 @@ def tail_key(chain: bytes, tokens: Sequence[int], owner: str = "") -> bytes:
 
 
 def tail_key_of(request: Request, chain: bytes, end: int, block_size: int, *, owned: bool) -> bytes:
-    """Key of the block that follows ``chain`` and is filled up to token ``end``.
-
-    Where it is ``owned``, no other request finds the block.
-    """
+    """Key of the block that follows ``chain`` and is filled up to token ``end``. Where it is
+    ``owned``, no other request finds the block."""
     tokens = request.all_token_ids[len(chain) // KEY_BYTES * block_size : end]
     return tail_key(chain, tokens, request.request_id if owned else "")
 
 
 def keys_of(request: Request, tokens: int, left: int, block_size: int, *, owned: bool) -> bytes:
-    """Keys of the blocks that hold the request's first ``tokens``.
-
-    ``left`` are the tokens to the last of which its KV was left in the store, by the request itself
-    if they are ``owned``.
-    """
+    """Keys of the blocks that hold the request's first ``tokens``. ``left`` are the tokens to the
+    last of which its KV was left in the store, by the request itself if they are ``owned``."""
     full, rest = divmod(tokens, block_size)
     chain = chain_of(request, full)
     if not rest:

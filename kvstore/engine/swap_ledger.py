@@ -35,10 +35,8 @@ _SWAP_OUT_S = 2.0
 
 @dataclass
 class SwappedRequest:
-    """A preempted request whose first ``tokens`` tokens have their KV in the store.
-
-    ``leases`` keep it there, once its blocks have been found; ``complete``: all have been.
-    """
+    """A preempted request whose first ``tokens`` tokens have their KV in the store. ``leases`` keep
+    it there, once its blocks have been found; ``complete``: all have been."""
 
     request: Request
     tokens: int
@@ -49,10 +47,8 @@ class SwappedRequest:
 
 
 class SwapLedger:
-    """Requests that are swapped out, each from its preemption until it has memory again.
-
-    Their blocks are leased meanwhile. Times are monotonic seconds of the caller's clock.
-    """
+    """Requests that are swapped out, each from its preemption until it has memory again. Their
+    blocks are leased meanwhile. Times are monotonic seconds of the caller's clock."""
 
     def __init__(self, store: StoreClient, names: Namespaces, pace: StepPace) -> None:
         self._store = store
@@ -73,9 +69,7 @@ class SwapLedger:
         self, request: Request, tokens: int, blocks: Sequence[int], recompute_s: float, now: float
     ) -> None:
         """Keep the KV of a preempted request's first ``tokens``, in ``blocks`` until the next step.
-
-        ``recompute_s`` predicts the time to compute them again.
-        """
+        ``recompute_s`` predicts the time to compute them again."""
         self.end(request.request_id)
         self._swapped[request.request_id] = SwappedRequest(request, tokens, now)
         full, rest = divmod(tokens, self._names.block_size)

@@ -38,10 +38,8 @@ class _Node:
 
 
 class Directory:
-    """Blocks of other nodes as they announce them; beyond ``most_blocks`` nothing is noted.
-
-    For any number of threads, none of which holds it for long.
-    """
+    """Blocks of other nodes as they announce them; beyond ``most_blocks`` nothing is noted. For any
+    number of threads, none of which holds it for long."""
 
     def __init__(self, most_blocks: int) -> None:
         self._most_blocks = most_blocks
@@ -76,10 +74,8 @@ class Directory:
                     self._apply(known, change)
 
     def apply(self, node: str, epoch: int, seq: int, changes: Iterable[Change]) -> bool:
-        """Take a message in; one that was taken in before changes nothing.
-
-        False, and the node's entries are gone, if a message is missing: all contents are wanted.
-        """
+        """Take a message in; one that was taken in before changes nothing. False, and the node's
+        entries are gone, if a message is missing: all contents are wanted."""
         with self._lock:
             known = self._nodes.get(node)
             if known is not None and known.epoch == epoch and seq <= known.seq:

@@ -44,9 +44,7 @@ class LeaseTable:
         self, tree: RadixTree, keys: bytes, blocks: int, skip: int, expires_at: float
     ) -> Lease | None:
         """Lock the first ``blocks`` blocks of ``keys``; the lease has the slots from ``skip`` on.
-
-        None if not all of them are in memory. ``ValueError`` unless ``0 <= skip < blocks``.
-        """
+        None if not all of them are in memory. ``ValueError`` unless ``0 <= skip < blocks``."""
         if not 0 <= skip < blocks:
             raise ValueError(f"no blocks in [{skip}, {blocks})")
         path = tree.path_in_memory(keys, blocks)
@@ -88,9 +86,7 @@ class PinTable:
 
     def pin(self, keys: bytes, blocks: int) -> bool:
         """Lock the first ``blocks`` blocks of ``keys``; False if not all are in memory.
-
-        ``ValueError`` if ``blocks`` is not positive, or ``keys`` is too short.
-        """
+        ``ValueError`` if ``blocks`` is not positive, or ``keys`` is too short."""
         key = _last_key(keys, blocks)
         if key in self._lasts:
             return True

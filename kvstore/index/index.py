@@ -40,10 +40,8 @@ class Match(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Contents and use of one namespace since it was added, in blocks; ``leases`` in leases.
-
-    A block may be both in memory and on SSD. Hits are looked-up blocks that were resident.
-    """
+    """Contents and use of one namespace since it was added, in blocks; ``leases`` in leases. A
+    block may be both in memory and on SSD. Hits are looked-up blocks that were resident."""
 
     in_memory: int
     on_ssd: int
@@ -119,10 +117,8 @@ class Index:
     def lease(
         self, namespace: bytes, keys: bytes, blocks: int, skip: int, now: float, ttl: float
     ) -> Lease | None:
-        """Keep the slots of the first ``blocks`` blocks for ``ttl`` seconds; counts no use.
-
-        See :meth:`LeaseTable.lock`.
-        """
+        """Keep the slots of the first ``blocks`` blocks for ``ttl`` seconds; counts no use. See
+        :meth:`LeaseTable.lock`."""
         tree = self._namespaces[namespace].tree
         return self.leases.lock(tree, keys, blocks, skip, now + ttl)
 
@@ -135,12 +131,9 @@ class Index:
         now: float,
         recompute_s: float,
     ) -> list[int]:
-        """Blocks ``[first, first + len(slots))`` of ``keys`` are in these slots now.
-
-        Returns the slots that are not needed: of blocks that are in memory already, or all of them
-        if the block before ``first`` is not. ``recompute_s`` predicts the seconds to compute a
-        block again.
-        """
+        """Blocks ``[first, first + len(slots))`` of ``keys`` are in these slots now. Returns the
+        slots that are not needed: of blocks that are in memory already, or all of them if the block
+        before ``first`` is not. ``recompute_s`` predicts the seconds to compute a block again."""
         known, use = self._namespaces[namespace], InitialUse(now, self._floor, recompute_s)
         unneeded = insert_in_memory(known.tree, keys, first, slots, use)
         # One by one, so that no eviction has much to take in.
@@ -166,11 +159,9 @@ class Index:
         return insert_on_ssd(self._namespaces[namespace].tree, keys, first, locations, use)
 
     def drop_ssd(self, locations: Collection[int]) -> list[int]:
-        """Forget lost locations, the blocks that were only there, and all below those.
-
-        Returns the other locations that became free. No slot does: below a block that is not in
-        memory, none is.
-        """
+        """Forget lost locations, the blocks that were only there, and all below those. Returns the
+        other locations that became free. No slot does: below a block that is not in memory, none
+        is."""
         dropped = set(locations)
         freed: list[int] = []
         for known in self._namespaces.values():
@@ -178,10 +169,8 @@ class Index:
         return [location for location in freed if location not in dropped]
 
     def remove(self, namespace: bytes, keys: bytes, position: int) -> Freed:
-        """Forget the block at ``position`` of ``keys``, if it is here, and all below it.
-
-        Pins of these blocks end. Slots of leased ones are returned by the end of the last lease.
-        """
+        """Forget the block at ``position`` of ``keys``, if it is here, and all below it. Pins of
+        these blocks end. Slots of leased ones are returned by the end of the last lease."""
         known = self._namespaces[namespace]
         freed = known.tree.cut_from(keys, position)
         freed.slots.extend(known.pins.unpin_removed())
@@ -208,10 +197,8 @@ class Index:
         return freed
 
     def reclaim(self, groups: Sequence[Collection[int]]) -> Freed | None:
-        """Evict all slots of the least recently used group, and all in memory below them.
-
-        None if every group has a slot that is leased, pinned or none of the index's.
-        """
+        """Evict all slots of the least recently used group, and all in memory below them. None if
+        every group has a slot that is leased, pinned or none of the index's."""
         slots = group_to_reclaim(self.trees(), groups)
         if slots is None:
             return None

@@ -189,10 +189,8 @@ class RadixTree:
         self._locate(child, node.locations)
 
     def grow(self, node: RadixNode, run: RadixNode) -> None:
-        """Add ``run``, which is in no tree yet, after ``node``, a node or the root.
-
-        No child of ``node`` starts with the same key. If ``run`` has slots, ``node`` is in memory.
-        """
+        """Add ``run``, which is in no tree yet, after ``node``, a node or the root. No child of
+        ``node`` starts with the same key. If ``run`` has slots, ``node`` is in memory."""
         self.in_memory += len(run.slots)
         self._note_there(run.keys, in_memory=bool(run.slots))
         # A reply that is saved block by block must not become a chain of nodes of one block.
@@ -256,11 +254,9 @@ class RadixTree:
         return self.cut(above.children[key], 0)
 
     def evict(self, node: RadixNode, blocks: int) -> Freed:
-        """Take the last ``blocks`` slots from ``node``, the last slot first.
-
-        ``node`` is not locked, and no block below it is in memory. Of these blocks, the first one
-        that is not on SSD leaves the tree with all that follow it.
-        """
+        """Take the last ``blocks`` slots from ``node``, the last slot first. ``node`` is not
+        locked, and no block below it is in memory. Of these blocks, the first one that is not on
+        SSD leaves the tree with all that follow it."""
         kept = len(node.slots) - blocks
         evicted = range(kept, len(node.slots))
         freed = Freed(list(node.slots[kept:])[::-1], [])

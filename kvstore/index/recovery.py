@@ -33,10 +33,8 @@ def chain_runs(
     places: Mapping[BlockHeader, int], known: Iterable[BlockHeader]
 ) -> Iterator[ChainRun]:
     """Runs of all blocks of ``places`` whose ancestors are all in ``known``, ancestors first.
-
     ``known`` includes the headers of ``places``. A header whose depth is not its parent's plus one
-    counts as an orphan: no crash leaves one behind, but a foreign file might.
-    """
+    counts as an orphan: no crash leaves one behind, but a foreign file might."""
     children: dict[BlockId, list[BlockHeader]] = defaultdict(list)
     roots: list[BlockHeader] = []
     for header in set(known):

@@ -28,10 +28,8 @@ def demotions(
     record_bytes: Callable[[bytes], int] = lambda _: 1,
 ) -> list[Demotion]:
     """First ``blocks`` blocks, in the ``order`` of eviction, that are in memory and not on SSD.
-
     They are among the first whose records, each of its namespace's ``record_bytes``, take
-    ``mirror_bytes`` together. The caller leases them while it copies them.
-    """
+    ``mirror_bytes`` together. The caller leases them while it copies them."""
     found: list[Demotion] = []
     for _, tree, node in order:
         size = record_bytes(tree.namespace)
@@ -65,10 +63,8 @@ def _runs(tree: RadixTree, node: RadixNode, positions: list[int]) -> list[Demoti
 
 
 def hottest_chains(trees: Iterable[RadixTree], most_bytes: int) -> list[tuple[bytes, bytes]]:
-    """Namespace and keys of chains in memory, of so many bytes together, the last used first.
-
-    A chain that another begins with is a part of that.
-    """
+    """Namespace and keys of chains in memory, of so many bytes together, the last used first. A
+    chain that another begins with is a part of that."""
     nodes = [(node, tree) for tree in trees for node in tree.nodes() if node.slots]
     nodes.sort(key=lambda each: each[0].last_used, reverse=True)
     taken: dict[RadixNode, RadixTree] = {}
@@ -94,11 +90,9 @@ def _in_memory(node: RadixNode) -> int | None:
 def group_to_reclaim(
     trees: Iterable[RadixTree], groups: Sequence[Collection[int]]
 ) -> set[int] | None:
-    """The group of slots that was used longest ago and can be emptied; None if there is none.
-
-    A group with a slot that is leased, pinned or in none of the trees stays. Of equally old groups,
-    the one with fewest blocks in memory from its own on is chosen. Passes over all slots.
-    """
+    """The group of slots that was used longest ago and can be emptied; None if there is none. A
+    group with a slot that is leased, pinned or in none of the trees stays. Of equally old groups,
+    the one with fewest blocks in memory from its own on is chosen. Passes over all slots."""
     group_of = {slot: number for number, group in enumerate(groups) for slot in group}
     free = Counter[int]()
     cost = Counter[int]()

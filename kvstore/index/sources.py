@@ -47,9 +47,7 @@ class LinkRate:
 
 class Offer(NamedTuple):
     """Blocks that a node has of a chain beyond those here, and when they could be here.
-
-    ``in_memory`` of them need not be read from its SSD first.
-    """
+    ``in_memory`` of them need not be read from its SSD first."""
 
     node: str
     blocks: int
@@ -64,10 +62,8 @@ def best_offer(
     link_of: Callable[[str], LinkRate],
     block_s: float,
 ) -> Offer | None:
-    """The offer that saves most against computing the blocks, ``block_s`` seconds each.
-
-    None if no node has more than the first ``have`` blocks, or if computing them is quicker.
-    """
+    """The offer that saves most against computing the blocks, ``block_s`` seconds each. None if no
+    node has more than the first ``have`` blocks, or if computing them is quicker."""
     best: Offer | None = None
     most_saved_s = 0.0
     for holding in holdings:

@@ -24,11 +24,8 @@ _MOST_CONTENTS_BYTES = 2**25
 
 
 class Announcer:
-    """Numbers what changes, and keeps the last messages for all that follow.
-
-    The store's thread calls ``note``, ``tick`` and ``provide``; each connection's thread waits in
-    ``frames_after``.
-    """
+    """Numbers what changes, and keeps the last messages for all that follow. The store's thread
+    calls ``note``, ``tick`` and ``provide``; each connection's thread waits in ``frames_after``."""
 
     def __init__(self, node: str) -> None:
         self.node = node
@@ -73,10 +70,8 @@ class Announcer:
             self._condition.notify_all()
 
     def frames_after(self, epoch: int, seq: int, wait_s: float) -> tuple[list[bytes], int, int]:
-        """Encoded messages that follow those heard, with the epoch and number of the last.
-
-        None come if nothing happened within ``wait_s`` seconds.
-        """
+        """Encoded messages that follow those heard, with the epoch and number of the last. None
+        come if nothing happened within ``wait_s`` seconds."""
         until = time.monotonic() + wait_s
         while True:
             self._encode_contents()

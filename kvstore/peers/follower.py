@@ -32,11 +32,8 @@ _KEYS_AT_ONCE = 1000
 
 
 class Follower:
-    """Keeps the directory's entries of a peer as it announces them.
-
-    Where a message was missed, all contents are asked for; entries of a peer that cannot be reached
-    are dropped.
-    """
+    """Keeps the directory's entries of a peer as it announces them. Where a message was missed, all
+    contents are asked for; entries of a peer that cannot be reached are dropped."""
 
     def __init__(
         self,

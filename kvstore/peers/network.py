@@ -112,10 +112,8 @@ class PeerNetwork:
     def fetch(
         self, node: str, request: FetchRequest, into: Sequence[memoryview], arrived: Arrived
     ) -> None:
-        """Fetch blocks of a peer; ``arrived`` learns how many have come, from the first on.
-
-        One that cannot be reached is forgotten until it announces again.
-        """
+        """Fetch blocks of a peer; ``arrived`` learns how many have come, from the first on. One
+        that cannot be reached is forgotten until it announces again."""
         begin = time.monotonic()
         with self._lock:
             follower = self._followers.get(node)

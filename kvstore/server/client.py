@@ -61,13 +61,9 @@ class StoreClient:
         self._retry_at = 0.0
 
     def ask(self, request: Request, expected: type[R]) -> R:
-        """Send a request and return its answer.
-
-        Raises:
-            StoreAwayError: no answer came in time, after which calls raise at once for a second, or
-                until that answer has come; or it is not of the ``expected`` type.
-            StoreRefusedError: the store refused.
-        """
+        """Send a request and return its answer. Raises StoreAwayError if no answer came in time,
+        after which calls raise at once for a second, or until that answer has come, or if it is
+        not of the ``expected`` type; StoreRefusedError if the store refused."""
         if time.monotonic() < self._retry_at and not self._has_answered_late():
             raise StoreAwayError(f"the KV store at {self._address} is away")
         try:
@@ -96,9 +92,7 @@ class StoreClient:
 
     def ask_all(self, requests: Iterable[One]) -> Iterator[OneReply]:
         """Send requests together, as many as go into a message; yields the answer to each.
-
-        ``StoreAwayError`` as of :meth:`ask`: what was sent before has been answered.
-        """
+        ``StoreAwayError`` as of :meth:`ask`: what was sent before has been answered."""
         for together in _messages(requests):
             yield from self.ask(Several(together), Replies).replies
 

@@ -48,10 +48,8 @@ class Leases:
         pid: int = 0,
     ) -> Lease | None:
         """Lease the first ``blocks`` blocks of ``keys``, and return the slots from ``skip`` on.
-
         None if not all of them are in memory, or if there are too many leases. A process that can
-        be seen now ends the lease with itself.
-        """
+        be seen now ends the lease with itself."""
         if len(self._index.leases) >= MOST_LEASES and ttl < math.inf:
             return None
         lease = self._index.lease(namespace, keys, blocks, skip, now, ttl)
@@ -117,10 +115,8 @@ class Writers:
         return len(self._writes)
 
     def begin(self, reservation: Reservation, now: float, pid: int = 0) -> int:
-        """Give the reserved slots to a writer, for ``WRITE_S`` seconds; returns its id.
-
-        A process that can be seen now ends the write with itself.
-        """
+        """Give the reserved slots to a writer, for ``WRITE_S`` seconds; returns its id. A process
+        that can be seen now ends the write with itself."""
         writer = _new_id()
         seen = pid if pid and psutil.pid_exists(pid) else 0
         self._writes[writer] = _Write(reservation, now + WRITE_S, seen)

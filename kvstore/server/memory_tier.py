@@ -65,9 +65,7 @@ class MemoryTier:
         self, namespace: bytes, keys: bytes, in_memory: int, first: int, blocks: int, now: float
     ) -> Reservation | None:
         """Slots for as many of ``blocks`` blocks from ``first`` on as can be had; None: for none.
-
-        The first ``in_memory`` blocks of ``keys`` are in memory.
-        """
+        The first ``in_memory`` blocks of ``keys`` are in memory."""
         if blocks <= 0:
             return None
         lease = self.leases.hold(namespace, keys, in_memory, now)

@@ -24,12 +24,8 @@ _SSD_SEGMENT_BYTES = 2**28
 
 def start_server(options: StoreOptions, token: str = "") -> tuple[StoreServer, PeerNetwork | None]:
     """Open the store and serve it to the engines of its node, and to other nodes if it has a host.
-
-    ``token`` is what the stores of the run know, and nobody else.
-
-    Raises:
-        StartError: there is no room, the folder holds other files, or the node has no such host.
-    """
+    ``token`` is what the stores of the run know, and nobody else. Raises StartError if there is no
+    room, the folder holds other files, or the node has no such host."""
     network = None
     if options.host:
         network = PeerNetwork(options.node, TcpTransport(token), options.directory_blocks)
@@ -47,10 +43,7 @@ def start_server(options: StoreOptions, token: str = "") -> tuple[StoreServer, P
 
 def open_store(options: StoreOptions, network: PeerNetwork | None = None) -> BlockStore:
     """Open the store with all blocks that an earlier one left. ``network``: other nodes' stores.
-
-    Raises:
-        StartError: there is no room, or the folder holds other files.
-    """
+    Raises StartError if there is no room, or the folder holds other files."""
     extent_bytes = max(_SMALLEST_EXTENT, options.memory // _EXTENTS // 4096 * 4096)
     # A slot that fits an extent must fit a segment.
     segment_bytes = max(min(_SSD_SEGMENT_BYTES, options.ssd // 8), extent_bytes)

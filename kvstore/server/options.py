@@ -85,10 +85,8 @@ class StorePlan(_StoreSizes):
 
 
 def on_this_node(kv_transfer_config: dict[str, Any], node: str) -> dict[str, Any]:
-    """An engine's ``kv_transfer_config`` that another node made, as it is on this one.
-
-    Arena and socket have the same paths for the same user and port; digests are the node's own.
-    """
+    """An engine's ``kv_transfer_config`` that another node made, as it is on this one. Arena and
+    socket have the same paths for the same user and port; digests are the node's own."""
     extra = kv_transfer_config["kv_connector_extra_config"]
     own = {"node": node, "digests": str(cache_folder() / "digests")}
     return {**kv_transfer_config, "kv_connector_extra_config": {**extra, **own}}

@@ -97,10 +97,8 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reserved(msgspec.Struct, tag=True, frozen=True):
-    """Slots for blocks ``[first, first + len(slots))``: fewer than asked if there is no room.
-
-    Their headers will have the ``generation``, by which the writer knows its own blocks again.
-    """
+    """Slots for blocks ``[first, first + len(slots))``: fewer than asked if there is no room. Their
+    headers will have the ``generation``, by which the writer knows its own blocks again."""
 
     first: int
     slots: bytes
@@ -141,10 +139,8 @@ class Release(msgspec.Struct, tag=True, frozen=True):
 
 
 class Pin(msgspec.Struct, tag=True, frozen=True):
-    """Keep the part of this chain that is in memory now, until the same chain is unpinned.
-
-    The answer says how many blocks of it are in memory.
-    """
+    """Keep the part of this chain that is in memory now, until the same chain is unpinned. The
+    answer says how many blocks of it are in memory."""
 
     namespace: Namespace
     keys: bytes

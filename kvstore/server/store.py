@@ -15,9 +15,8 @@ from typing import Any
 from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.index.radix import KEY_BYTES, first_keys
 from loomserve.kvstore.peers.network import PeerNetwork
-from loomserve.kvstore.server.copies.copy_queue import CopyQueue
+from loomserve.kvstore.server.copies.copy_queue import CopyQueue, Promotions
 from loomserve.kvstore.server.copies.fetches import NOTHING_COMES, Fetches
-from loomserve.kvstore.server.copies.promotions import Promotions
 from loomserve.kvstore.server.copies.write_behind import WriteBehind
 from loomserve.kvstore.server.grants import Writers
 from loomserve.kvstore.server.memory_tier import MemoryTier

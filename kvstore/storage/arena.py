@@ -64,11 +64,8 @@ class Arena:
 
     @classmethod
     def attach(cls, path: Path) -> Self:
-        """Map the arena that the store created at ``path``.
-
-        It stays mapped as long as the ``Arena`` or one of its views lives, even if the store
-        replaces the file meanwhile.
-        """
+        """Map the arena that the store created at ``path``. It stays mapped as long as the
+        ``Arena`` or one of its views lives, even if the store replaces the file meanwhile."""
         with _open(path) as file:
             return cls(path, file)
 
@@ -179,10 +176,8 @@ class ArenaOwner(Arena):
         """Create an arena of as many extents as fit ``capacity_bytes``; the file is a bit larger.
 
         It replaces an arena at ``path``, which stays mapped in processes that have it mapped.
-
-        Raises:
-            StartError: there is too little space, or the file is no arena, or a running store's.
-            ValueError: an extent is not whole pages, or exceeds the capacity.
+        Raises StartError if there is too little space, or the file is no arena, or a running
+        store's; ValueError if an extent is not whole pages, or exceeds the capacity.
         """
         extents = capacity_bytes // extent_bytes
         if extent_bytes % PAGE or not extents:
@@ -260,10 +255,8 @@ class ArenaOwner(Arena):
         self._distrusted.update(slot * PAGE // self.extent_bytes for slot in slots)
 
     def publish(self, slot: int, header: BlockHeader, generation: int = 0) -> None:
-        """Record that the slot holds this whole block; ``ValueError`` if it is not allocated.
-
-        No other block of the slot has the same ``generation``, but 0: readers check that each time.
-        """
+        """Record that the slot holds this whole block; ``ValueError`` if it is not allocated. No
+        other block of the slot has the same ``generation``, but 0: readers check that each time."""
         record = self._header(slot)
         if slot * PAGE // self.extent_bytes in self._distrusted:
             generation = 0

@@ -157,10 +157,8 @@ class SsdTier:
         """Open or create the tier, of at most ``capacity_bytes`` on disk.
 
         Segments of an earlier, larger capacity count; dropping segments makes them fit again.
-
-        Raises:
-            StartError: the folder cannot be used, holds other files or those of a newer version,
-                or is used by another process.
+        Raises StartError if the folder cannot be used, holds other files or those of a newer
+        version, or is used by another process.
         """
         self._folder = folder
         self._capacity_bytes = capacity_bytes
@@ -188,12 +186,8 @@ class SsdTier:
         return sum(segment.bytes for segment in list(self._segments.values()))
 
     def write(self, header: BlockHeader, slot: NDArray[np.uint8]) -> int:
-        """Append the block in ``slot``, and return its location.
-
-        Raises:
-            SsdFullError: there is no room for it.
-            OSError: the disk failed.
-        """
+        """Append the block in ``slot``, and return its location. Raises SsdFullError if there is no
+        room for it; OSError if the disk failed."""
         _check_buffer(slot)
         if PAGE + slot.nbytes > self._segment_bytes:
             raise ValueError(f"a slot of {slot.nbytes} bytes exceeds a segment")
@@ -208,10 +202,8 @@ class SsdTier:
                 raise
 
     def read(self, location: int, into: NDArray[np.uint8], namespace: bytes, key: bytes) -> bool:
-        """Read a block into a slot of its size; False if the location does not hold this block.
-
-        It was dropped, torn or corrupted, or is another one. ``into`` may then hold anything.
-        """
+        """Read a block into a slot of its size; False if the location does not hold this block. It
+        was dropped, torn or corrupted, or is another one. ``into`` may then hold anything."""
         _check_buffer(into)
         segment = self._segments.get(location >> 32)
         page = mmap.mmap(-1, PAGE)

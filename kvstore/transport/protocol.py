@@ -57,10 +57,8 @@ class FetchRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class Subscribe(msgspec.Struct, tag=True, frozen=True):
-    """Asks for all that a store announces from now on, which ends other requests here.
-
-    ``epoch`` and ``seq`` say what was heard last; if it cannot go on there, all contents come.
-    """
+    """Asks for all that a store announces from now on, which ends other requests here. ``epoch``
+    and ``seq`` say what was heard last; if it cannot go on there, all contents come."""
 
     epoch: int = 0
     seq: int = 0
@@ -94,13 +92,9 @@ class BlockSource(Protocol):
     def hold(
         self, request: FetchRequest
     ) -> AbstractContextManager[tuple[int, Sequence[memoryview]]]:
-        """Keep the requested blocks that are in memory, for ``FETCH_S`` seconds at most.
-
-        Gives their number, and views of their bytes in order, each of one slot or of several.
-
-        Raises:
-            PeerRefusedError: the namespace's blocks have another size; or the store is away.
-        """
+        """Keep the requested blocks that are in memory, for ``FETCH_S`` seconds at most. Gives
+        their number, and views of their bytes in order, each of one slot or of several. Raises
+        PeerRefusedError if the namespace's blocks have another size, or the store is away."""
 
     def spoiled(self, namespace: bytes, keys: bytes) -> None:
         """Check the last block of a chain, and forget it if it is not whole."""

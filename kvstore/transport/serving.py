@@ -11,8 +11,7 @@ import time
 import msgspec
 
 from loomserve.kvstore.index.radix import KEY_BYTES
-from loomserve.kvstore.transport.channel import SILENT_S, Channel
-from loomserve.kvstore.transport.hello import admit
+from loomserve.kvstore.transport.channel import SILENT_S, Channel, admit
 from loomserve.kvstore.transport.protocol import (
     FETCH_S,
     BlockSource,

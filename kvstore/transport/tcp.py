@@ -11,8 +11,7 @@ from weakref import WeakSet
 
 import msgspec
 
-from loomserve.kvstore.transport.channel import Channel
-from loomserve.kvstore.transport.hello import greet
+from loomserve.kvstore.transport.channel import Channel, greet
 from loomserve.kvstore.transport.protocol import (
     FETCH_S,
     MESSAGE_S,
@@ -38,10 +37,8 @@ _WINDOW_BYTES = 2**20
 
 
 class TcpTransport:
-    """Fetches blocks of peers, and serves them its own, where ``serve`` is called.
-
-    ``token`` is what all stores of the run know, and nobody else. For any number of threads.
-    """
+    """Fetches blocks of peers, and serves them its own, where ``serve`` is called. ``token`` is
+    what all stores of the run know, and nobody else. For any number of threads."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
@@ -53,11 +50,8 @@ class TcpTransport:
         self._answers: msgspec.msgpack.Decoder[PeerAnswer] = msgspec.msgpack.Decoder(PeerAnswer)
 
     def serve(self, host: str, open_source: OpenSource, feed: EventFeed) -> PeerAddress:
-        """Let peers fetch what the sources hold and hear what the feed says.
-
-        Raises:
-            StartError: this node has no such address.
-        """
+        """Let peers fetch what the sources hold and hear what the feed says. Raises StartError if
+        this node has no such address."""
         self._server = PeerServer(host, self._token, open_source, feed)
         return self._server.address
 
@@ -68,12 +62,9 @@ class TcpTransport:
         into: Sequence[memoryview],
         arrived: Arrived,
     ) -> int:
-        """Fetch blocks into the views, which have room for all; returns how many came.
-
-        Raises:
-            PeerGoneError: it could not be reached, or was lost before all it had promised came.
-            PeerRefusedError: it refused.
-        """
+        """Fetch blocks into the views, which have room for all; returns how many came. Raises
+        PeerGoneError if it could not be reached, or was lost before all it had promised came;
+        PeerRefusedError if it refused."""
         deadline = time.monotonic() + FETCH_S
         channel, answer = self._ask(peer, request, deadline)
         if isinstance(answer, Refused):
@@ -102,10 +93,8 @@ class TcpTransport:
             pass
 
     def follow(self, peer: PeerAddress, request: Subscribe | Corrupt) -> Channel:
-        """Hear what a peer announces; ``PeerGoneError`` if it cannot be reached.
-
-        Each second a frame comes; an empty one says that nothing happened.
-        """
+        """Hear what a peer announces; ``PeerGoneError`` if it cannot be reached. Each second a
+        frame comes; an empty one says that nothing happened."""
         channel = self._connect(peer)
         try:
             channel.send_message(request, time.monotonic() + MESSAGE_S)

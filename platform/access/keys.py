@@ -1,15 +1,19 @@
-"""Makes API keys, hashes them, recognises a client's key, and says which models it may use."""
+"""API keys: made, hashed, given by the environment, recognised, and which models each may use."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
 import time
 from collections.abc import Callable
 
-from loomserve.platform.base.errors import Forbidden, Unauthorized
-from loomserve.platform.config import Alias, ApiKey
+from pydantic import TypeAdapter, ValidationError
+
+from loomserve.platform.base.errors import Forbidden, StartError, Unauthorized
+from loomserve.platform.config import Alias, ApiKey, Config
+from loomserve.platform.config.keys import KeyHash
 
 
 def new_key() -> tuple[str, str]:
@@ -101,3 +105,35 @@ def check_model(key: ApiKey | None, model: str) -> None:
             f"this API key may not use model {model!r}; it may use: {', '.join(key.models)}",
             param="model",
         )
+
+
+VARIABLES = {
+    "admin_token_hash": "LOOMSERVE_ADMIN_TOKEN_HASH",
+    "metrics_token_hash": "LOOMSERVE_METRICS_TOKEN_HASH",
+}
+"""By the field of ``server`` that each is for."""
+
+
+def with_given_hashes(config: Config) -> Config:
+    """The configuration with the environment's hashes for its own; StartError: a wrong one."""
+    given = {
+        field: _checked(variable, os.environ[variable])
+        for field, variable in VARIABLES.items()
+        if os.environ.get(variable) and getattr(config.server, field) is None
+    }
+    server = config.server.model_copy(update=given)
+    if server.metrics_token_hash and server.metrics_token_hash == server.admin_token_hash:
+        raise StartError(
+            f"{VARIABLES['metrics_token_hash']} is the admin token's, which Prometheus should not "
+            "have: make another one (loomserve key create)"
+        )
+    return config.model_copy(update={"server": server})
+
+
+def _checked(variable: str, value: str) -> str:
+    try:
+        return TypeAdapter(KeyHash).validate_python(value)
+    except ValidationError:
+        raise StartError(
+            f"{variable} is no hash such as loomserve key create prints (sha256:...)"
+        ) from None

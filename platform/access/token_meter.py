@@ -21,10 +21,10 @@ from loomserve.platform.access.allowances import Allowances
 from loomserve.platform.access.policy.pools import Limit, LimitKind
 from loomserve.platform.access.rates import KeyRates
 from loomserve.platform.access.shared_counts import Count, Counts, of_key
-from loomserve.platform.base.clock import steady_unix_clock
 from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.base.files import replace_private
 from loomserve.platform.base.paths import cache_folder
+from loomserve.platform.base.periodic import steady_unix_clock
 from loomserve.platform.config import ApiKey, Server
 
 _log = logging.getLogger("ray.serve")

@@ -59,9 +59,8 @@ def check_adapter(folder: Path, max_rank: int, base: Mapping[str, Shape] | None)
         max_rank: The largest that its model takes.
         base: Shapes of the model's tensors; None: they are not known here.
 
-    Raises:
-        ConfigError: a file is missing or damaged, vLLM does not compute it, its rank is too large,
-            or it is of another model; names the file and the field.
+    Raises ConfigError, which names the file and the field, if a file is missing or damaged, vLLM
+    does not compute it, its rank is too large, or it is of another model.
     """
     rank = _check_config(folder / CONFIG_FILE, max_rank)
     modules = _modules(folder / WEIGHTS_FILE)

@@ -52,14 +52,9 @@ def kept_folder(digest: str) -> Path:
 
 
 def find(source: str, base: Path) -> Path:
-    """The folder of an adapter's source, which is fetched if need be.
-
-    ``source`` is a folder relative to ``base``, a remote folder, or a hub id.
-
-    Raises:
-        ConfigError: there is no such folder.
-        StartError: it cannot be fetched.
-    """
+    """The folder of an adapter's source, which is fetched if need be. ``source`` is a folder
+    relative to ``base``, a remote folder, or a hub id. Raises ConfigError if there is no such
+    folder; StartError if it cannot be fetched."""
     if is_remote(source):
         return remote.fetch(source, _silent)
     folder = (base / Path(source).expanduser()).absolute()
@@ -71,10 +66,8 @@ def find(source: str, base: Path) -> Path:
 
 
 def keep(folder: Path, max_rank: int, base: Mapping[str, Shape] | None) -> KeptAdapter:
-    """Copy the files of an adapter's folder, and check the copy.
-
-    Args and errors as of :func:`check_adapter`.
-    """
+    """Copy the files of an adapter's folder, and check the copy. Args and errors as of
+    :func:`check_adapter`."""
     # A file that is missing is named by its place, not by that of the copy.
     check_adapter(folder, max_rank, base)
     parent = cache_folder() / "adapters"
@@ -115,14 +108,9 @@ def _from_hub(source: str) -> Path:
 
 
 def take(model: Model, source: str, base: Path) -> KeptAdapter:
-    """Find an adapter for a model, check it, and keep its files; it blocks.
-
-    The adapter's source and the model's are relative to ``base``.
-
-    Raises:
-        ConfigError: there is no such adapter, or the model does not take it.
-        StartError: it cannot be fetched.
-    """
+    """Find an adapter for a model, check it, and keep its files; it blocks. The adapter's source
+    and the model's are relative to ``base``. Raises ConfigError if there is no such adapter, or the
+    model does not take it; StartError if it cannot be fetched."""
     assert model.adapters is not None
     return keep(find(source, base), model.adapters.max_lora_rank, _shapes(model, base))
 
@@ -133,11 +121,8 @@ def take_configured(model: Model, base: Path) -> list[tuple[AdapterSource, KeptA
 
 
 def check_configured(model: Model, base: Path) -> None:
-    """Check the adapters of a model's configuration, but for those that would be fetched.
-
-    Raises:
-        ConfigError: one is wrong; names the field.
-    """
+    """Check the adapters of a model's configuration, but for those that would be fetched. Raises
+    ConfigError, which names the field, if one is wrong."""
     shapes = _shapes(model, base) if model.adapter_names else None
 
     def check(source: str) -> None:

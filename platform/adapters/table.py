@@ -77,13 +77,9 @@ class AdapterTable:
         self._problems[model, name] = source, problem
 
     def check(self, model: Model, name: str, taken: Mapping[str, str], now: float) -> None:
-        """Check that a model may get an adapter of this name.
-
-        ``taken`` maps other names that clients ask for to what has each.
-
-        Raises:
-            Conflict: another has the name, or the model takes no adapters, or no more of them.
-        """
+        """Check that a model may get an adapter of this name. ``taken`` maps other names that
+        clients ask for to what has each. Raises Conflict if another has the name, or the model
+        takes no adapters, or no more of them."""
         if model.adapters is None:
             raise Conflict(
                 f"model {model.name!r} takes no adapters: write models[].adapters into the "
@@ -117,10 +113,8 @@ class AdapterTable:
             )
 
     def try_out(self, model: str, name: str, source: str, digest: str, rank: int) -> Adapter | None:
-        """An adapter that engines are to be given first; None: the model has the very same.
-
-        It is either :meth:`put` or :meth:`give_up` afterwards.
-        """
+        """An adapter that engines are to be given first; None: the model has the very same. It is
+        either :meth:`put` or :meth:`give_up` afterwards."""
         before = self._adapters.get(name)
         if before is not None and before.digest == digest:
             self._adapters[name] = before.model_copy(update={"source": source})

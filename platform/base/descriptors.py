@@ -11,10 +11,8 @@ _AT_REST = 128
 
 
 def raise_limit() -> None:
-    """Have this process, and those that it starts, get as many as they may, 65,536 at most.
-
-    Shells give 1,024, and some programs visit each number up to the limit, which may be a billion.
-    """
+    """Have this process, and those that it starts, get as many as they may, 65,536 at most. Shells
+    give 1,024, and some programs visit each number up to the limit, which may be a billion."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if 0 <= soft < most:
@@ -27,10 +25,8 @@ def limit() -> int:
 
 
 def for_clients() -> int:
-    """How many there may be when a client is let in, all others of the process included.
-
-    The rest, a fourth or 256, is for engines that come, files, and what libraries open.
-    """
+    """How many there may be when a client is let in, all others of the process included. The rest,
+    a fourth or 256, is for engines that come, files, and what libraries open."""
     most = limit()
     return most - min(most // 4, _MOST_SPARE)
 

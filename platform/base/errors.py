@@ -36,11 +36,8 @@ class RayEnded(LoomserveError):
 
 
 class RequestError(LoomserveError):
-    """An answer to one client.
-
-    ``reason`` is the label of ``loomserve_rejected_requests_total`` and OpenAI's ``code``;
-    ``retry_after_s`` becomes the ``Retry-After`` header.
-    """
+    """An answer to one client. ``reason`` is the label of ``loomserve_rejected_requests_total`` and
+    OpenAI's ``code``; ``retry_after_s`` becomes the ``Retry-After`` header."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"

@@ -22,11 +22,9 @@ def stamp(path: Path) -> FileStamp | None:
 
 @contextmanager
 def replacing(path: Path, *, alone: bool = False) -> Iterator[Path]:
-    """A path beside ``path`` for a new file, which takes its place when the block ends.
-
-    If the block raises, the new file is removed. Of several writers the last one wins. ``alone``:
-    there is one writer at a time, which first removes what a killed one left.
-    """
+    """A path beside ``path`` for a new file, which takes its place when the block ends. If the
+    block raises, the new file is removed. Of several writers the last one wins. ``alone``: there is
+    one writer at a time, which first removes what a killed one left."""
     new = path.with_name(f"{path.name}.new" if alone else f"{path.name}.{secrets.token_hex(4)}.new")
     new.unlink(missing_ok=True)
     try:
@@ -44,13 +42,9 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def replace_private(path: Path, text: str) -> None:
-    """Write a file that its user alone can read: after a crash it is the former one or the new.
-
-    A link stays, and the file that it leads to is replaced.
-
-    Raises:
-        OSError: it cannot be written; the former file is as it was.
-    """
+    """Write a file that its user alone can read: after a crash it is the former one or the new. A
+    link stays, and the file that it leads to is replaced. Raises OSError if it cannot be written:
+    the former file is as it was."""
     path = path.resolve()
     with replacing(path) as new:
         handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -23,20 +23,16 @@ def keep_heap() -> None:
 
 
 def settle_heap() -> None:
-    """Collect what was kept and is used no more, and keep the rest.
-
-    To be called after something large has gone: the process waits for half a second or more.
-    """
+    """Collect what was kept and is used no more, and keep the rest. To be called after something
+    large has gone: the process waits for half a second or more."""
     gc.unfreeze()
     gc.collect()
     keep_heap()
 
 
 def give_back_freed() -> None:
-    """Have the allocator return to the operating system what is free.
-
-    glibc's keeps what lies below the last allocation in use, in an arena for every few threads.
-    """
+    """Have the allocator return to the operating system what is free. glibc's keeps what lies below
+    the last allocation in use, in an arena for every few threads."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # others return it by themselves
         trim(0)

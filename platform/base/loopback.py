@@ -35,10 +35,8 @@ def is_loopback(host: str) -> bool:
 
 def check_listeners(host: str, port: int, *, connected: bool = False) -> None:
     """See that only this process's user, or root, can read what is sent to a port of loopback.
-
     ``connected``: somebody took a connection, so it is not enough that nobody is seen to listen.
-    ``StartError``: another user listens there, or nobody is found who does.
-    """
+    ``StartError``: another user listens there, or nobody is found who does."""
     users = _listeners(host, port)
     strangers = users - {os.geteuid(), _ROOT}
     if strangers:

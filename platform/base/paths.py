@@ -15,12 +15,8 @@ def cache_folder() -> Path:
 
 
 def check_private(folder: Path, setting: str) -> None:
-    """Check that a folder of users' data, named by a ``setting``, is this user's alone.
-
-    Raises:
-        StartError: it is another's, or open to others.
-        OSError: it cannot be looked at.
-    """
+    """Check that a folder of users' data, named by a ``setting``, is this user's alone. Raises
+    StartError if it is another's, or open to others; OSError if it cannot be looked at."""
     seen = folder.stat()
     if seen.st_uid != os.geteuid():
         raise StartError(

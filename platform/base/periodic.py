@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
@@ -33,3 +34,14 @@ async def every(
             failed(error)
             pause_s = period_s if retry_s is None else retry_s
         await asyncio.sleep(pause_s)
+
+
+def steady_unix_clock() -> Callable[[], float]:
+    """A clock in Unix seconds that takes the time of day once, and goes on by itself. It counts the
+    time in which the machine sleeps, and follows no step of the machine's clock."""
+    began = time.time() - _since_boot()
+    return lambda: began + _since_boot()
+
+
+def _since_boot() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -42,20 +42,13 @@ class SqlSchema:
 
 
 class Database:
-    """A connection for several threads, which takes one transaction at a time.
-
-    Each commit is synced to disk: after a crash a transaction is there whole, or not at all.
-    """
+    """A connection for several threads, which takes one transaction at a time. Each commit is
+    synced to disk: after a crash a transaction is there whole, or not at all."""
 
     def __init__(self, path: Path, schema: SqlSchema, *, busy_timeout_s: float) -> None:
-        """Open the database, and make the tables of a new one.
-
-        A statement waits ``busy_timeout_s`` for another connection's lock.
-
-        Raises:
-            OtherVersionError: its version is not ``schema.version``.
-            sqlite3.DatabaseError: it is no database, or cannot be opened.
-        """
+        """Open the database, and make the tables of a new one. A statement waits ``busy_timeout_s``
+        for another connection's lock. Raises OtherVersionError if its version is not
+        ``schema.version``; sqlite3.DatabaseError if it is no database, or cannot be opened."""
         self._path = path
         self._schema = schema
         self._busy_timeout_s = busy_timeout_s
@@ -64,10 +57,8 @@ class Database:
         self._generation: int | None = None
 
     def take_over(self) -> int:
-        """Become the owner; returns the generation, which no other owner has or had.
-
-        What an earlier owner has begun is committed first, and seen; it can begin nothing more.
-        """
+        """Become the owner; returns the generation, which no other owner has or had. What an
+        earlier owner has begun is committed first, and seen; it can begin nothing more."""
         with self._transaction() as db:
             db.execute(_GENERATIONS)
             (self._generation,) = db.execute(
@@ -90,9 +81,7 @@ class Database:
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Commit what the block does; undo all of it if the block or the commit fails.
-
-        ``TakenOver``, and the block is not entered: another owner has taken the database over.
-        """
+        ``TakenOver``, and the block is not entered: another owner has taken the database over."""
         with self._transaction() as db:
             self._check_owner()
             yield db

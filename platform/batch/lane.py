@@ -12,16 +12,14 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from loomserve.platform.base.clock import steady_unix_clock
 from loomserve.platform.base.errors import TakenOver
-from loomserve.platform.base.periodic import every
+from loomserve.platform.base.periodic import every, steady_unix_clock
 from loomserve.platform.batch.executor import LineExecutor
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.length_estimation import LengthEstimator
 from loomserve.platform.batch.lifecycle import BatchLifecycle
 from loomserve.platform.batch.line_runner import LineRunner
-from loomserve.platform.batch.policy.objects import BatchRecord
-from loomserve.platform.batch.policy.status import BatchStatus
+from loomserve.platform.batch.policy.objects import BatchRecord, BatchStatus
 from loomserve.platform.batch.store.store import BatchStore, StoreThread
 from loomserve.platform.config import Batch
 from loomserve.platform.state import BatchLaneState, BatchState

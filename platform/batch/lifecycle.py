@@ -13,9 +13,8 @@ from loomserve.platform.batch import ending
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.line_runner import FILE_GONE, LineRunner
 from loomserve.platform.batch.policy import lines
-from loomserve.platform.batch.policy.objects import BatchRecord, LineError
+from loomserve.platform.batch.policy.objects import BatchRecord, BatchStatus, LineError
 from loomserve.platform.batch.policy.progress import MOST_FAILURES, Retries, may_join
-from loomserve.platform.batch.policy.status import BatchStatus
 from loomserve.platform.batch.store.store import BatchStore, StoreThread
 from loomserve.platform.config import Batch
 

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from loomserve.platform.batch import answers
 from loomserve.platform.batch.dispatch import Dispatcher
+from loomserve.platform.batch.ending import answered
 from loomserve.platform.batch.executor import AWAY, LineAnswer, LineCall, LineExecutor, LineOutcome
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.length_estimation import LengthEstimator
@@ -142,7 +142,7 @@ class LineRunner:
             pause = _AWAY_S if said.outcome is LineOutcome.AWAY else _FAILED_S * line.attempts
             batch.put_off(running, line, self._clock() + pause)
             return
-        answer = answers.answered(batch.record.id, line.number, line.custom_id, request_id, said)
+        answer = answered(batch.record.id, line.number, line.custom_id, request_id, said)
         self._answers.append((batch, running, answer))
         self._answered.set()
 

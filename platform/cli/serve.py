@@ -28,7 +28,7 @@ from loomserve.deployments.planning import (
 )
 from loomserve.deployments.ray_start import platform_ray
 from loomserve.kvstore.server.options import StoreOptions, arena_path
-from loomserve.platform.access.given_hashes import with_given_hashes
+from loomserve.platform.access.keys import with_given_hashes
 from loomserve.platform.base.descriptors import raise_limit
 from loomserve.platform.base.errors import RayEnded, StartError
 from loomserve.platform.base.reply import Reply

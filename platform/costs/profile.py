@@ -92,11 +92,9 @@ def mape(predicted: Iterable[float], samples: Iterable[TimedStep]) -> float:
 
 
 def noise(samples: Iterable[tuple[Hashable, float]]) -> float | None:
-    """Noise of the machine: :func:`mape` of equal steps, or sizes, against their own median.
-
-    It counts work that was measured three times or more; None if none was. No predictor that does
-    not know the machine's state can be much better.
-    """
+    """Noise of the machine: :func:`mape` of equal steps, or sizes, against their own median. It
+    counts work that was measured three times or more; None if none was. No predictor that does not
+    know the machine's state can be much better."""
     same: dict[Hashable, list[float]] = {}
     for work, seconds in samples:
         same.setdefault(work, []).append(seconds)
@@ -106,10 +104,8 @@ def noise(samples: Iterable[tuple[Hashable, float]]) -> float | None:
 
 
 def held_out(samples: Sequence[TimedStep]) -> tuple[list[TimedStep], list[TimedStep]]:
-    """Split the samples: those of a fifth of the distinct steps come second.
-
-    All samples of a step are on the same side, or the error would be that of known steps.
-    """
+    """Split the samples: those of a fifth of the distinct steps come second. All samples of a step
+    are on the same side, or the error would be that of known steps."""
     steps = sorted({step for step, _ in samples}, key=hash)
     chosen = set(random.Random(0).sample(steps, max(1, round(len(steps) / 5))))
     return (
@@ -134,11 +130,8 @@ def save(profile: Profile) -> Path:
 
 
 def read(path: Path, weights: str, engine: ProfileKey) -> Profile:
-    """Read the profile of this model, machine and engine.
-
-    Raises:
-        ProfileError: it does not exist, is damaged, or is of another.
-    """
+    """Read the profile of this model, machine and engine. Raises ProfileError if it does not exist,
+    is damaged, or is of another."""
     try:
         profile = Profile.model_validate_json(path.read_bytes())
     except OSError as error:

@@ -16,10 +16,8 @@ _FIRST_GUESS = 5e9
 
 
 class Direction:
-    """Predictor of transfers in one direction, corrected by observations.
-
-    A transfer takes a latency, whatever its size, and then its bytes at ``bytes_per_s``.
-    """
+    """Predictor of transfers in one direction, corrected by observations. A transfer takes a
+    latency, whatever its size, and then its bytes at ``bytes_per_s``."""
 
     def __init__(self, bytes_per_s: float, latency_s: float, *, trusted: bool) -> None:
         self._bytes_per_s = bytes_per_s

@@ -91,10 +91,8 @@ def _has_compiler() -> bool:
 
 def cpu_dtype() -> str:
     """``auto`` (the checkpoint's own) where the CPU multiplies bfloat16 natively, else ``float32``.
-
     Without AVX512 or AMX, bfloat16 is emulated: a 512 x 576 by 576 x 1536 product takes nine times
-    as long as in float32, and an engine's start minutes instead of seconds.
-    """
+    as long as in float32, and an engine's start minutes instead of seconds."""
     # Not torch's own word for it, which takes the controller seconds to import.
     flags = _flags()
     return "auto" if any(features <= flags for features in _NATIVE) else "float32"

@@ -103,11 +103,9 @@ def plan_replicas(
     gpus: Mapping[str, Gpu] | None = None,
     served: Collection[Model] = (),
 ) -> dict[str, int]:
-    """Plan the number of replicas to start for each model, on this machine alone.
-
-    ``models`` start with the platform, ``served`` may be asked for, ``gateways`` are gateway
-    processes. Raises StartError if the least that the configuration asks for does not fit.
-    """
+    """Plan the number of replicas to start for each model, on this machine alone. ``models`` start
+    with the platform, ``served`` may be asked for, ``gateways`` are gateway processes. Raises
+    StartError if the least that the configuration asks for does not fit."""
     taken = platform_bytes(gateways, served) + kvstore_bytes + offline_bytes
     here = NodeMemory(available_bytes, taken, with_store=bool(kvstore_bytes))
     on = {device: LOCAL_NODE for model in models for device in model.devices}

@@ -35,9 +35,7 @@ class HandoffMetrics:
 
     def prompt(self, outcome: str) -> None:
         """A request's prompt has been computed, or is to be computed at the decode replica.
-
-        ``outcome`` is a :class:`~.policy.prompts.PromptPlace`.
-        """
+        ``outcome`` is a :class:`~.policy.prompts.PromptPlace`."""
         self._handoffs.labels(outcome).inc()
 
     def went_on(self, seconds: float) -> None:

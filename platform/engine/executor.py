@@ -24,11 +24,9 @@ def executor_class(config: VllmConfig) -> type[Executor]:
 
 
 def one_process_executor(config: VllmConfig) -> type[Executor]:
-    """Return an executor whose only worker shares EngineCore's process, where there is only one.
-
-    A worker beside EngineCore's process computes while the next step is scheduled, and takes a core
-    to wait for it: where few requests run, two processes may be faster, else one.
-    """
+    """Return an executor whose only worker shares EngineCore's process, where there is only one. A
+    worker beside EngineCore's process computes while the next step is scheduled, and takes a core
+    to wait for it: where few requests run, two processes may be faster, else one."""
     chosen = executor_class(config)
     of_vllm = (NonSpinningExecutor, MultiprocExecutor, UniProcExecutor)
     if config.parallel_config.world_size == 1 and chosen in of_vllm:

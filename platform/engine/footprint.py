@@ -34,11 +34,9 @@ class Footprint:
         measure: Callable[[], Awaitable[int]],
         registry: CollectorRegistry,
     ) -> None:
-        """``facts`` are the fields of :class:`FootprintState` that never change.
-
-        ``measure`` returns the bytes that it has of its devices' memory: :class:`OwnMemory` on a
-        CPU, or as a GPU's workers say.
-        """
+        """``facts`` are the fields of :class:`FootprintState` that never change. ``measure``
+        returns the bytes that it has of its devices' memory: :class:`OwnMemory` on a CPU, or as a
+        GPU's workers say."""
         self.state: FootprintState | None = None
         self._facts: dict[str, Any] = {**facts, "start_s": start_s, "ready_at": time.monotonic()}
         self._measure = measure
@@ -105,11 +103,8 @@ def _private(process: psutil.Process) -> int:
 
 
 def constants(path: str, facts: EngineFacts, kv_bytes: int) -> dict[str, int]:
-    """Fields of a :class:`FootprintState` that never change.
-
-    ``kv_bytes`` has what it may borrow in it: a borrower's blocks are numbered beyond its own
-    memory.
-    """
+    """Fields of a :class:`FootprintState` that never change. ``kv_bytes`` has what it may borrow in
+    it: a borrower's blocks are numbered beyond its own memory."""
     return {
         "layers": facts.layers,
         "layer_bytes": layer_bytes(path, facts.item_bytes),

@@ -125,13 +125,9 @@ class Source:
 
 
 def verify(package: str, table: Sequence[Hook] = TABLE) -> None:
-    """See that the installed sources of ``vllm`` or ``ray`` have all that the table names.
-
-    Sources that were found whole are not read again: that takes a second, and every engine asks.
-
-    Raises:
-        StartError: something is gone; the message lists it, and says which version was tested.
-    """
+    """See that the installed sources of ``vllm`` or ``ray`` have all that the table names. Sources
+    that were found whole are not read again: that takes a second, and every engine asks. Raises
+    StartError if something is gone; the message lists it, and says which version was tested."""
     table = [hook for hook in table if hook.package == package]
     stamp = cache_folder() / "hooks" / _digest(table)
     if stamp.exists():

@@ -29,11 +29,10 @@ from loomserve.platform.engine.scheduler_calls import SchedulerCalls
 from loomserve.platform.engine.scheduling.admission import Admission
 from loomserve.platform.engine.scheduling.costs import EngineCosts, block_bytes
 from loomserve.platform.engine.scheduling.device_time import DeviceTime
-from loomserve.platform.engine.scheduling.gated_queue import GatedQueue
+from loomserve.platform.engine.scheduling.gated_queue import GatedQueue, WaitingScheduler
 from loomserve.platform.engine.scheduling.order import QueueOrder
 from loomserve.platform.engine.scheduling.step_hooks import StepHooks
 from loomserve.platform.engine.scheduling.swap_space import SwapSpace
-from loomserve.platform.engine.scheduling.waiting import WaitingScheduler
 from loomserve.platform.run.fate import end_with_parent
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG, SchedulerOptions
 

@@ -53,12 +53,8 @@ def answer(
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Answer the call of this name.
-
-    Raises:
-        RuntimeError: the engine takes part in no lending.
-        ValueError: there is no such call, or it is refused.
-    """
+    """Answer the call of this name. Raises RuntimeError if the engine takes part in no lending;
+    ValueError if there is no such call, or it is refused."""
     calls = next((each for each in _served if each.config is config), None)
     if calls is None:
         raise RuntimeError("this engine neither lends nor borrows: give its model `lending`")

@@ -18,11 +18,8 @@ _RECENT = 100
 
 
 class Finished(NamedTuple):
-    """A request's stay in the engine.
-
-    ``weighted_turnaround`` is (finish - arrival) / (finish - first scheduled), at least 1:
-    AdaptiveLLM, eq. 5.
-    """
+    """A request's stay in the engine. ``weighted_turnaround`` is (finish - arrival) / (finish -
+    first scheduled), at least 1: AdaptiveLLM, eq. 5."""
 
     weighted_turnaround: float
     preemptions: int

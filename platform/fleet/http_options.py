@@ -1,4 +1,4 @@
-"""Options of vLLM's engine that a model may bring over HTTP: these, and no others.
+"""Options of vLLM's engine that a model may bring over HTTP: those of ``http_options.toml`` alone.
 
 Whoever has the admin token decides which models run, and whoever writes the configuration file
 which code and which files. So what is taken over HTTP are sizes, data types, parsers and switches
@@ -10,51 +10,16 @@ from __future__ import annotations
 
 import difflib
 import re
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from loomserve.platform.base.errors import BadRequest
 
-TAKEN = frozenset(
-    {
-        # Sizes, lengths and numbers
-        "block_size", "cpu_offload_gb", "cudagraph_capture_sizes", "limit_mm_per_prompt",
-        "long_prefill_token_threshold", "mamba_block_size", "max_cudagraph_capture_size",
-        "max_logprobs", "max_model_len", "max_num_batched_tokens", "max_num_queued_reqs",
-        "max_num_queued_tokens", "max_num_scheduled_tokens", "max_num_seqs",
-        "mm_encoder_fp8_scale_save_margin", "mm_processor_cache_gb",
-        "mm_shm_cache_max_object_size_mb", "num_gpu_blocks_override", "offload_group_size",
-        "offload_num_in_group", "offload_prefetch_step", "override_generation_config",
-        "prefill_schedule_interval", "prefix_cache_retention_interval", "seed", "stream_interval",
-        "sse_keep_alive_interval", "video_pruning_rate", "watermark",
-        # Data types, and forms of weights and kernels, by vLLM's names
-        "attention_backend", "dtype", "kv_cache_dtype", "linear_backend", "logprobs_mode",
-        "mamba_backend", "mamba_cache_dtype", "mamba_cache_mode", "mamba_ssm_cache_dtype",
-        "mm_encoder_attn_backend", "mm_encoder_attn_dtype", "moe_backend", "optimization_level",
-        "performance_mode", "prefix_caching_hash_algo", "quantization",
-        # What a model does, and how its answers are read
-        "chat_template_content_format", "convert", "default_chat_template_kwargs",
-        "enable_auto_tool_choice", "exclude_tools_when_tool_choice_none", "pooler_config",
-        "reasoning_parser", "runner", "tokenizer_mode", "tool_call_parser",
-        # Switches
-        "allow_deprecated_quantization", "async_scheduling", "disable_cascade_attn",
-        "disable_chunked_mm_input", "disable_hybrid_kv_cache_manager", "disable_sliding_window",
-        "enable_chunked_prefill", "enable_flashinfer_autotune", "enable_force_include_usage",
-        "enable_per_request_metrics", "enable_prefix_caching", "enable_prompt_tokens_details",
-        "enable_sleep_mode", "enforce_eager", "interleave_mm_strings", "kv_sharing_fast_prefill",
-        "language_model_only", "return_tokens_as_token_ids", "scheduler_reserve_full_isl",
-        "skip_mm_profiling", "use_fp64_gumbel",
-    }
-)  # fmt: skip
-TAKEN_WITHIN = {
-    "pooler_config": frozenset(
-        {
-            "dimensions", "enable_chunked_processing", "logit_mean", "logit_sigma",
-            "max_embed_len", "pooling_type", "returned_token_ids", "seq_pooling_type",
-            "step_tag_id", "task", "tok_pooling_type", "use_activation",
-        }
-    ),
-}  # fmt: skip
+_READ = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TAKEN = frozenset(_READ["taken"])
+TAKEN_WITHIN = {option: frozenset(fields) for option, fields in _READ["taken_within"].items()}
 """Of options that are classes of vLLM's, the fields that are taken."""
 
 # vLLM's own names have no other characters; paths, URLs, modules' members and templates have.

@@ -52,9 +52,7 @@ _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 422: "inva
 
 def normalise(body: bytes, status: int, fields: Collection[str] = ()) -> dict[str, Any]:
     """OpenAI's error object for the body of an engine's answer; ``status`` is 400 to 499.
-
-    ``fields`` are the names that the request has, one of which its ``param`` is to be.
-    """
+    ``fields`` are the names that the request has, one of which its ``param`` is to be."""
     try:
         error = json.loads(body)
     except ValueError:

@@ -56,10 +56,8 @@ _GEMMA_CHAT_TEMPLATE = _template("gemma")
 
 
 def convert_llama(gguf: Path, folder: Path) -> None:
-    """Write the GGUF file of a Llama with SmolLM's tokenizer into ``folder``.
-
-    transformers takes three times as long and drops the tokenizer's rule that digits stand alone.
-    """
+    """Write the GGUF file of a Llama with SmolLM's tokenizer into ``folder``. transformers takes
+    three times as long and drops the tokenizer's rule that digits stand alone."""
     # These imports take seconds, which only the first use of a demo model has to pay.
     import torch
     from gguf import GGUFReader, dequantize

@@ -16,10 +16,8 @@ def made_once(
     folder: Path, make: Callable[[Path], Path], waits: Callable[[str], None] = lambda _: None
 ) -> Path:
     """The folder, which ``make`` makes on first use; only a finished one is renamed to its place.
-
     ``make`` gets an empty folder, deleted afterwards, and returns what is to be renamed, in it.
-    ``waits`` gets a line if another process makes it. Raises OSError if it cannot be written.
-    """
+    ``waits`` gets a line if another process makes it. Raises OSError if it cannot be written."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
     try:

@@ -48,12 +48,8 @@ class LoneRay:
 
     def start(self, resources: Mapping[str, float], unless: Callable[[], object]) -> str:
         """Start them; returns where they are joined, once Ray's command says that they are up, or
-        has lost its patience while they begin.
-
-        Raises:
-            StartError: one of them has ended, or has not begun.
-            Interrupted: ``unless`` has said something.
-        """
+        has lost its patience while they begin. Raises StartError if one of them has ended, or
+        has not begun; Interrupted if ``unless`` has said something."""
         adopt_orphans()
         (port,) = free_ports(1)
         with self._log.open("wb") as out:

@@ -34,10 +34,8 @@ LONE_ENVIRONMENT = {**DAEMONS_ENVIRONMENT, "RAY_START_HOOK": f"{__name__}.withou
 def ray_command(
     ip: str, resources: Mapping[str, float], temporary: Path, *options: str
 ) -> list[str]:
-    """The command that starts a node with address ``ip`` and Ray's folder ``temporary``.
-
-    Without ``--block`` among the options it ends once Ray is up.
-    """
+    """The command that starts a node with address ``ip`` and Ray's folder ``temporary``. Without
+    ``--block`` among the options it ends once Ray is up."""
     ports = zip(_AGENTS, free_ports(len(_AGENTS)), strict=True)
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start"),
@@ -68,9 +66,7 @@ def without_clients(parameters: Any, head: bool) -> None:
 
 def tell_listen_port(raylet: Sequence[str]) -> None:
     """Write the port that was given to a node's dashboard agent to where its raylet looks for it.
-
-    Ray's command keeps it from the raylet, which would wait for the agent itself to write it.
-    """
+    Ray's command keeps it from the raylet, which would wait for the agent itself to write it."""
     words = " ".join(raylet)
     given = [
         re.search(rf"--{each}=(\S+)", words) for each in ("session_dir", "node_id", "listen-port")

@@ -20,6 +20,7 @@ from loomserve.platform.rebalancing.execution import Execution
 from loomserve.platform.rebalancing.plans.history import History, Transition
 from loomserve.platform.rebalancing.plans.plans import Origin, Plan, alike, plan_of
 from loomserve.platform.rebalancing.plans.reports import (
+    ActionCount,
     Event,
     EventKind,
     Kept,
@@ -29,13 +30,12 @@ from loomserve.platform.rebalancing.plans.reports import (
     device_loads,
 )
 from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError
-from loomserve.platform.rebalancing.policy.actions import Action, ActionKind
+from loomserve.platform.rebalancing.policy.actions import Action, ActionKind, kind_of
 from loomserve.platform.rebalancing.policy.heat import at_once, classify
 from loomserve.platform.rebalancing.policy.manual import manual
 from loomserve.platform.rebalancing.policy.measured import Measured, listed
-from loomserve.platform.rebalancing.policy.planner import propose
+from loomserve.platform.rebalancing.policy.planner import Proposal, propose
 from loomserve.platform.rebalancing.scaler import Scaler
-from loomserve.platform.rebalancing.tally import Tally
 
 
 class Rebalancer:
@@ -265,3 +265,38 @@ class Rebalancer:
 
 def _new_id() -> str:
     return f"plan-{secrets.token_hex(4)}"
+
+
+_ENDS = frozenset({EventKind.DONE, EventKind.FAILED, EventKind.ABORTED})
+
+
+class Tally:
+    """Running sums; a restarted controller counts from nothing."""
+
+    def __init__(self) -> None:
+        self.paused_s = 0.0
+        self._actions: Counter[tuple[str, str]] = Counter()
+        self.rejected: Counter[str] = Counter()
+        """Candidates that were not chosen, by reason."""
+        self.moved_bytes: Counter[str] = Counter()
+        """By kind of action."""
+
+    def count_rejected(self, proposal: Proposal) -> None:
+        self.rejected.update(str(each.reason) for each in proposal.rejected)
+
+    def count_event(self, event: Event, history: History) -> None:
+        """Count an action that has ended; other events count nothing."""
+        if event.kind not in _ENDS or event.action is None or event.plan is None:
+            return
+        assert event.step is not None
+        kind, step = str(kind_of(event.action)), history.plan(event.plan).steps[event.step]
+        self._actions[kind, str(event.kind)] += 1
+        self.moved_bytes[kind] += step.moved_bytes
+        self.paused_s += step.paused_s
+
+    @property
+    def actions(self) -> tuple[ActionCount, ...]:
+        return tuple(
+            ActionCount(kind=kind, outcome=outcome, count=count)
+            for (kind, outcome), count in sorted(self._actions.items())
+        )

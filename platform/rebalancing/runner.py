@@ -10,9 +10,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from loomserve.platform.base.clock import steady_unix_clock
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.base.periodic import every
+from loomserve.platform.base.periodic import every, steady_unix_clock
 from loomserve.platform.config import Config
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.fleet.fleet import Fleet

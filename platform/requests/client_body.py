@@ -46,10 +46,8 @@ _ESCAPED = 6
 
 def read_body(body: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The fields of a body, and those of its texts that were left as JSON; the last of a repeated
-    name counts, as for vLLM.
-
-    Raises BadRequest if it is no JSON object in UTF-8, or a large one has more than texts.
-    """
+    name counts, as for vLLM. Raises BadRequest if it is no JSON object in UTF-8, or a large one has
+    more than texts."""
     try:
         # What is around the object makes it no larger.
         body = body.strip(_SPACE)

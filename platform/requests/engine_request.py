@@ -27,7 +27,7 @@ from loomserve.platform.requests.endpoints import ENDPOINTS, Endpoint
 from loomserve.platform.requests.form_body import ClientForm
 from loomserve.platform.requests.media import check_media
 from loomserve.platform.requests.policy.conversation import check_conversation, check_messages
-from loomserve.platform.requests.policy.fields import PLATFORMS_OWN, RESPONSES
+from loomserve.platform.requests.policy.fields import PLATFORMS_OWN, RESPONSES, check_values
 from loomserve.platform.requests.policy.grammars import check_grammars
 from loomserve.platform.requests.policy.logprobs import check_logprobs
 from loomserve.platform.requests.policy.obeyed import (
@@ -42,7 +42,6 @@ from loomserve.platform.requests.policy.sequences import (
     sequences,
     texts_to_compute,
 )
-from loomserve.platform.requests.policy.values import check_values
 from loomserve.platform.scheduling.policy.hints import BACKGROUND, DEADLINE, EXPECTED, Expected
 
 FORWARDED = tuple(ENDPOINTS)
@@ -178,11 +177,9 @@ class EngineRequest:
         return self if named is None or named == model else self._with({"model": model})
 
     def isolated(self, tenant: str) -> EngineRequest:
-        """The request with a ``cache_salt`` (vLLM's field) that no other tenant's can have.
-
-        A client's own salt still separates its requests. Requests without KV blocks stay as they
-        are. Raises BadRequest if the client's salt is not valid.
-        """
+        """The request with a ``cache_salt`` (vLLM's field) that no other tenant's can have. A
+        client's own salt still separates its requests. Requests without KV blocks stay as they are.
+        Raises BadRequest if the client's salt is not valid."""
         if not self.endpoint.computes:
             return self
         own = self.fields.get("cache_salt")
@@ -203,11 +200,8 @@ class EngineRequest:
         background: bool = False,
     ) -> EngineRequest:
         """The request with hints for the engine's scheduler; unchanged where vLLM has no place for
-        them, or will refuse the client's ``vllm_xargs``.
-
-        ``deadline`` of the whole answer is in monotonic seconds; ``background`` requests are served
-        after all others.
-        """
+        them, or will refuse the client's ``vllm_xargs``. ``deadline`` of the whole answer is in
+        monotonic seconds; ``background`` requests are served after all others."""
         hints: dict[str, Any] = {}
         if deadline is not None:
             hints[DEADLINE] = deadline

@@ -36,10 +36,8 @@ _DEADLINE_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 
 
 class GatewayMetrics:
-    """The metrics of one gateway process; not thread-safe.
-
-    Models that :meth:`set_models` did not name count as ``unknown``.
-    """
+    """The metrics of one gateway process; not thread-safe. Models that :meth:`set_models` did not
+    name count as ``unknown``."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, about: str, *labels: str) -> Counter:
@@ -179,11 +177,9 @@ class GatewayMetrics:
     def finished(
         self, model: str, endpoint: str, status: int, duration_s: float, slo_ms: float | None
     ) -> None:
-        """Count a request that ended, ``duration_s`` after it came.
-
-        ``endpoint`` is the path of the gateway's route, which clients cannot choose freely. The
-        deadline ``slo_ms`` is met by a success within that time.
-        """
+        """Count a request that ended, ``duration_s`` after it came. ``endpoint`` is the path of the
+        gateway's route, which clients cannot choose freely. The deadline ``slo_ms`` is met by a
+        success within that time."""
         model = self._label(model)
         self._requests.labels(model, endpoint, status).inc()
         self._duration.labels(model).observe(duration_s)

@@ -68,10 +68,7 @@ def finished(
     which handles signals, and of which none waits for a call of another library's to return.
 
     ``unless`` is asked, and ``tell`` told the seconds, meanwhile. Work that is no longer waited for
-    goes on.
-
-    Raises:
-        Interrupted: ``unless`` has said something.
+    goes on. Raises Interrupted if ``unless`` has said something.
     """
     if unless():
         raise Interrupted

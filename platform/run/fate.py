@@ -13,11 +13,9 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent's thread that started it ends.
-
-    For processes that ``multiprocessing`` started, by a thread that lives as long as their starter:
-    a replica's event loop, EngineCore's main thread. Outside of a run it does nothing.
-    """
+    """Have the kernel kill this process when its parent's thread that started it ends. For
+    processes that ``multiprocessing`` started, by a thread that lives as long as their starter: a
+    replica's event loop, EngineCore's main thread. Outside of a run it does nothing."""
     parent = multiprocessing.parent_process()
     if parent is None or RUN_VARIABLE not in os.environ:
         return

@@ -48,11 +48,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, token: str | None = None) -> RunFolder:
-        """A new folder, owned by this process.
-
-        ``token`` is what Ray's processes ask each other for on all nodes of a cluster; a run that
-        is alone makes its own. ``StartError``: the folder cannot be made, or is not the user's own.
-        """
+        """A new folder, owned by this process. ``token`` is what Ray's processes ask each other for
+        on all nodes of a cluster; a run that is alone makes its own. ``StartError``: the folder
+        cannot be made, or is not the user's own."""
         parent = runs_folder()
         with _locked(parent):
             run = cls(Path(tempfile.mkdtemp(prefix="run-", dir=parent)))

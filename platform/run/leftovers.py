@@ -27,11 +27,9 @@ def processes_of(run: RunFolder) -> list[psutil.Process]:
 
 
 def remove_leftovers(keep: Collection[Path] = ()) -> None:
-    """End and remove what ended runs of this user left; of the last one, the logs stay.
-
-    The next run goes on with the shared memory in ``keep``. ``StartError``: others can get into the
-    folder of all runs.
-    """
+    """End and remove what ended runs of this user left; of the last one, the logs stay. The next
+    run goes on with the shared memory in ``keep``. ``StartError``: others can get into the folder
+    of all runs."""
     with ended_runs() as ended:
         for run in ended:
             end_run(run, keep)
@@ -43,10 +41,8 @@ def end_run(
     run: RunFolder, keep: Collection[Path] = (), children: Collection[psutil.Process] = ()
 ) -> None:
     """Kill the processes of a run, and remove its shared memory, and its folder but for logs.
-
     Shared memory in ``keep`` stays. ``children`` are the command's, of which those that began
-    before the run are not known by it.
-    """
+    before the run are not known by it."""
     memory = RunMemory(run.memory)
     left = {*processes_of(run), *children}
     # What cannot be looked at is killed all the same.

@@ -19,10 +19,8 @@ _QUEUE = "psm_"
 
 
 class RunMemory:
-    """The platform's files in shared memory that processes of a run have mapped.
-
-    A file of the run keeps their names, as a queue's own name does not say whose it is.
-    """
+    """The platform's files in shared memory that processes of a run have mapped. A file of the run
+    keeps their names, as a queue's own name does not say whose it is."""
 
     def __init__(self, file: Path, folder: Path = SHARED_MEMORY) -> None:
         self._file = file
@@ -85,9 +83,7 @@ class RunMemory:
 
 def mapped(pid: int, folder: Path) -> Iterator[str]:
     """Names of files in shared memory that a process maps; none if it is another user's.
-
-    ``OSError``: it cannot be looked at now.
-    """
+    ``OSError``: it cannot be looked at now."""
     unseen = FileNotFoundError, ProcessLookupError, PermissionError
     with contextlib.suppress(*unseen), Path(f"/proc/{pid}/maps").open() as lines:
         for line in lines:

@@ -25,10 +25,8 @@ _PATH = 7
 
 
 class RunUpkeep:
-    """Notes the shared memory of a run's processes, and removes what those that ended have left.
-
-    It is of the process that has started the run, and adopts its orphans.
-    """
+    """Notes the shared memory of a run's processes, and removes what those that ended have left. It
+    is of the process that has started the run, and adopts its orphans."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run

@@ -70,9 +70,7 @@ class ScheduledRequestMetrics:
 
 class PreemptionMetrics:
     """Metrics of preemptions, with their predicted and measured costs, as totals since the start.
-
-    Other than the above they come from the EngineCore, with the statistics of its KV connector.
-    """
+    Other than the above they come from the EngineCore, with the statistics of its KV connector."""
 
     def __init__(
         self, counter: Callable[..., Any], gauge: Callable[..., Any], labels: Sequence[str]

@@ -19,12 +19,14 @@ from typing import Any
 
 from loomserve.platform.config.scheduling import QUEUE_ORDERS
 from loomserve.platform.scheduling.policy.admission import (
+    Growing,
+    PastAnswers,
     StartCandidate,
+    fitting,
     never_computed_twice,
     start,
 )
 from loomserve.platform.scheduling.policy.hints import Expected
-from loomserve.platform.scheduling.policy.peak import Growing, PastAnswers, fitting
 from loomserve.platform.scheduling.policy.preemption import (
     PREEMPTIONS,
     PreemptionMode,
@@ -196,10 +198,8 @@ class _Progress:
 
 
 class Simulator:
-    """Engine that computes nothing; :meth:`schedule` and :meth:`end` make a step.
-
-    Requests may come while it runs; whoever runs it long takes ended ones from ``times``.
-    """
+    """Engine that computes nothing; :meth:`schedule` and :meth:`end` make a step. Requests may come
+    while it runs; whoever runs it long takes ended ones from ``times``."""
 
     def __init__(
         self, requests: Iterable[SimulatedRequest], limits: Limits, policies: Policies, costs: Costs
@@ -221,11 +221,8 @@ class Simulator:
         self.times: dict[str, Times] = {}
 
     def add(self, request: SimulatedRequest) -> None:
-        """Take in one more request, which comes no sooner than all others.
-
-        Raises:
-            ValueError: the engine's memory cannot hold it.
-        """
+        """Take in one more request, which comes no sooner than all others. Raises ValueError if the
+        engine's memory cannot hold it."""
         one = _Progress(request)
         if self._limits.blocks_for(one.most_tokens) > self._limits.blocks:
             raise ValueError(f"{request.name} does not fit into {self._limits.blocks} blocks")

@@ -282,11 +282,8 @@ class SimulatedCore:
 
 
 def called(core: SimulatedCore, method: str, args: Sequence[Any]) -> Any:
-    """What vLLM's engine core does for its clients, and the faults that tests ask for.
-
-    Raises:
-        NotImplementedError: a simulated engine does not.
-    """
+    """What vLLM's engine core does for its clients, and the faults that tests ask for. Raises
+    NotImplementedError if a simulated engine does not do it."""
     if method == "collective_rpc":
         name, _, given = (*args, None, None)[:3]
         return core.collective_rpc(name, None, tuple(given or ()))

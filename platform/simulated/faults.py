@@ -46,10 +46,8 @@ class Faults:
         seed: str,
         between_steps: Callable[[Callable[[], None]], object],
     ) -> None:
-        """``between_steps`` has the engine's loop do something.
-
-        ``seed`` is the configuration's, and what tells this engine from others.
-        """
+        """``between_steps`` has the engine's loop do something. ``seed`` is the configuration's,
+        and what tells this engine from others."""
         self._between_steps = between_steps
         self._factor, self._slow_until = 1.0, 0.0
         self._sending_s = 0.0

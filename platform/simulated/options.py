@@ -39,11 +39,8 @@ class EngineOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """Read vLLM's options of an engine.
-
-        Raises:
-            ValueError: its memory does not hold the longest request.
-        """
+        """Read vLLM's options of an engine. Raises ValueError if its memory does not hold the
+        longest request."""
         additional = options.get("additional_config") or {}
         given = Simulated.model_validate(additional.get(SIMULATED_CONFIG, {}))
         scheduling = SchedulerOptions.model_validate(additional.get(ADDITIONAL_CONFIG, {}))
@@ -78,9 +75,7 @@ class EngineOptions:
 
 def refusal(params: Any) -> str | None:
     """Why a simulated engine cannot answer a request with these ``SamplingParams``; None: it can.
-
-    What bends probabilities, such as top_p, changes nothing and is let through.
-    """
+    What bends probabilities, such as top_p, changes nothing and is let through."""
     for name, what in _PARAMETERS.items():
         if getattr(params, name, None):
             return f"This model is simulated and cannot {what}: leave it out, or ask another model."

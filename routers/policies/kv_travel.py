@@ -19,10 +19,8 @@ from loomserve.routers.policy import KvLink
 
 @dataclass(frozen=True)
 class KvLinks:
-    """All links between some nodes, by the places of the nodes: ``[to, from]``.
-
-    A link that nobody has measured takes for ever.
-    """
+    """All links between some nodes, by the places of the nodes: ``[to, from]``. A link that nobody
+    has measured takes for ever."""
 
     setup_s: Floats
     s_per_byte: Floats

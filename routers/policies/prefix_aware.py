@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from loomserve.routers.base import Candidates, Choice, Floats, Ints, Key, Replica
-from loomserve.routers.block_keys import BLOCK_TOKENS
 from loomserve.routers.policies import load_aware
 from loomserve.routers.policies.kv_travel import KvLinks, tokens_to_compute
 from loomserve.routers.policy import NodesKv, RoutedModel, RoutedRequest, RoutingPolicy
-from loomserve.routers.prefix_index import Held, PrefixIndex
+from loomserve.routers.prefix_index import BLOCK_TOKENS, Held, PrefixIndex
 
 PREFILL_WEIGHT = 4.0
 """How much more a share of KV cache counts that is to be computed than one that is in use.

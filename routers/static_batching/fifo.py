@@ -19,10 +19,8 @@ from loomserve.routers.static_batching.base import (
 
 
 class Fifo(BatchingPolicy):
-    """Batches of ``size`` requests in the order of their arrival; the last batch has the rest.
-
-    It ignores predictions, so ``size`` must be safe for the longest requests.
-    """
+    """Batches of ``size`` requests in the order of their arrival; the last batch has the rest. It
+    ignores predictions, so ``size`` must be safe for the longest requests."""
 
     class Options(BatchingPolicy.Options):
         size: int | None = Field(None, ge=1, validate_default=True)

@@ -27,11 +27,9 @@ def oldest(batches: Sequence[StaticBatch], now: float) -> int:
 
 
 def hrrn(processing_s: Callable[[Sequence[StaticBatch]], Sequence[float]]) -> Next:
-    """Highest response ratio next: chooses the batch with the greatest T_w / T_p (Magnus).
-
-    T_w is how long a batch's oldest request has waited, T_p the batch's time by ``processing_s``,
-    above 0. Short batches go first, and a batch that waits long enough goes too.
-    """
+    """Highest response ratio next: chooses the batch with the greatest T_w / T_p (Magnus). T_w is
+    how long a batch's oldest request has waited, T_p the batch's time by ``processing_s``, above 0.
+    Short batches go first, and a batch that waits long enough goes too."""
 
     def highest(batches: Sequence[StaticBatch], now: float) -> int:
         seconds = processing_s(batches)
@@ -41,13 +39,9 @@ def hrrn(processing_s: Callable[[Sequence[StaticBatch]], Sequence[float]]) -> Ne
 
 
 def halves(batch: StaticBatch) -> tuple[StaticBatch, StaticBatch]:
-    """Split a batch into two; of an odd number the first has one request more (Magnus).
-
-    The longest by prompt and predicted answer come into one half, so the other is padded less.
-
-    Raises:
-        ValueError: there is one request only, which needs more memory than there is.
-    """
+    """Split a batch into two; of an odd number the first has one request more (Magnus). The longest
+    by prompt and predicted answer come into one half, so the other is padded less. Raises
+    ValueError if there is one request only, which needs more memory than there is."""
     if len(batch.requests) < 2:
         raise ValueError(f"request {batch.requests[0].id} cannot be split, it needs more memory")
     shortest_first = sorted(
@@ -76,11 +70,7 @@ class BatchQueue:
         return len(self._waiting) + sum(len(one.requests) for one in self._apart)
 
     def add(self, request: BatchRequest) -> None:
-        """Let a request wait.
-
-        Raises:
-            ValueError: one with this id waits already.
-        """
+        """Let a request wait. Raises ValueError if one with this id waits already."""
         if request.id in self._waiting:
             raise ValueError(f"request {request.id} waits already")
         self._waiting[request.id] = request

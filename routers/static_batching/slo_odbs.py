@@ -102,10 +102,8 @@ class SloDbs(_ByDeadline):
 
 
 class Odbs(_ByDeadline):
-    """ODBS (w2 = 0): batches end by T_l alone.
-
-    T_l has deadlines in it and no length, although the paper calls ODBS driven by output lengths.
-    """
+    """ODBS (w2 = 0): batches end by T_l alone. T_l has deadlines in it and no length, although the
+    paper calls ODBS driven by output lengths."""
 
     class Options(BatchingPolicy.Options):
         threshold: float = Field(ge=0)

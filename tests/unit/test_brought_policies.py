@@ -55,7 +55,7 @@ ROUTE = """
 from loomserve.routers.in_flight import InFlight
 from loomserve.routers.policy_choice import ReplicaChooser
 from loomserve.routers.table import ReplicaTable
-from loomserve.routers.ticket import RoutingTicket
+from loomserve.routers.policy_choice import RoutingTicket
 
 router = parse(CONFIG % ("power_of_d", "{choices: 9}")).models[0].router
 ledger = InFlight()

@@ -13,9 +13,9 @@ from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import Role
 from loomserve.routers.base import Replica
 from loomserve.routers.in_flight import InFlight
+from loomserve.routers.policy_choice import RoutingTicket
 from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.table import ReplicaTable
-from loomserve.routers.ticket import RoutingTicket
 from tests.unit.platform.fleet import heartbeats
 from tests.unit.platform.rebalancing.test_observe import footprint
 

@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from loomserve.platform.base.errors import TooManyRequests
-from loomserve.platform.batch.policy.status import BatchStatus
+from loomserve.platform.batch.policy.objects import BatchStatus
 from loomserve.platform.costs.step_time import StepTimes
 from loomserve.platform.costs.transfer_time import TransferTimes
 from loomserve.platform.engine.core.metering import CoreMeter
@@ -27,9 +27,8 @@ from loomserve.platform.scheduling.policy.hints import DEADLINE, deadline_of
 from loomserve.platform.state.roles import Role
 from loomserve.routers.base import Replica
 from loomserve.routers.in_flight import InFlight
-from loomserve.routers.policy_choice import ReplicaChooser
+from loomserve.routers.policy_choice import ReplicaChooser, RoutingTicket
 from loomserve.routers.snapshot import RoutingStats
-from loomserve.routers.ticket import RoutingTicket
 from tests.unit.deployments.gateway.test_lengths import asked
 from tests.unit.deployments.gateway.test_refuse_late import Choice, busy
 from tests.unit.platform.batch.test_lane import Bench, Engines, hurry, requests

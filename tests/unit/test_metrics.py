@@ -25,7 +25,7 @@ from loomserve.platform.access.token_meter import KeyMetrics
 from loomserve.platform.adapters.messages import Adapter, AdapterRoute
 from loomserve.platform.batch.metrics import BatchMetrics
 from loomserve.platform.disaggregation.metrics import HandoffMetrics
-from loomserve.platform.elastic.metrics import WaitingMetrics
+from loomserve.platform.elastic.cold_start_queue import WaitingMetrics
 from loomserve.platform.engine.footprint import Footprint
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.http.exposition import merge, split_gauges

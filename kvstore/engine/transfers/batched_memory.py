@@ -20,11 +20,8 @@ Each is int64, ``[copies]``, on the CPU."""
 
 
 class BatchedMemory(KvMemory):
-    """KV cache out of the CPU's reach, copied by addresses.
-
-    The slots' pieces of a layer do not lie together, and torch copies such by way of memory that
-    is not pinned, while the caller waits.
-    """
+    """KV cache out of the CPU's reach, copied by addresses. The slots' pieces of a layer do not lie
+    together, and torch copies such by way of memory that is not pinned, while the caller waits."""
 
     # Copies of a layer are issued together: to wait for each would take longer than to copy it.
     # As much memory, twice, is taken on the GPU to compare what was copied.
@@ -65,9 +62,7 @@ class BatchedMemory(KvMemory):
     @cached_property
     def _whole(self) -> torch.Tensor | None:
         """All layers as one tensor, ``[layers, blocks, runs, run_bytes]``, to copy by one call.
-
-        None: they are not equally far apart in one allocation.
-        """
+        None: they are not equally far apart in one allocation."""
         first, *others = self._rows
         offsets = [each.storage_offset() for each in self._rows]
         step = offsets[1] - offsets[0] if others else 0

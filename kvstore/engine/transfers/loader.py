@@ -110,10 +110,8 @@ class Loader(TransferThread):
                     step.checked.add(block)
 
     def _compare_headers(self, step: LoadStep) -> None:
-        """Fail blocks that were not checked and whose slots were given to others meanwhile.
-
-        What was checked, and still is there, needs no check the next time.
-        """
+        """Fail blocks that were not checked and whose slots were given to others meanwhile. What
+        was checked, and still is there, needs no check the next time."""
         for block, (slot, header) in step.headers.items():
             if self._arena.header(slot, self._layout.slot_bytes) != header:
                 step.failed.update({block} & step.checked)
@@ -131,11 +129,9 @@ class Loader(TransferThread):
         self._count(layer_bytes(copies), time.perf_counter() - begin)
 
     def _wrong(self, layer: int, run: BlockRun) -> Iterator[int]:
-        """The engine's blocks whose bytes of the layer do not match their checksum.
-
-        The check follows the copy, so it notices a slot that was given to others before or
-        meanwhile. It is of the engine's own bytes, if the CPU can read them.
-        """
+        """The engine's blocks whose bytes of the layer do not match their checksum. The check
+        follows the copy, so it notices a slot that was given to others before or meanwhile. It is
+        of the engine's own bytes, if the CPU can read them."""
         rows = self.memory.rows
         sealed = run.checksums[:, layer].tolist()
         for at, (checksum, block_seed) in enumerate(zip(sealed, run.seeds, strict=True)):

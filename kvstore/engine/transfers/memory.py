@@ -19,9 +19,7 @@ Bytes = npt.NDArray[np.uint8]
 
 class BlockPieces(NamedTuple):
     """Blocks from ``first`` on, and the host's bytes of a layer of each, ``[blocks, layer_bytes]``.
-
-    The bytes of a block lie together, and blocks as far apart as their slots.
-    """
+    The bytes of a block lie together, and blocks as far apart as their slots."""
 
     first: int
     pieces: Bytes
@@ -165,10 +163,8 @@ class HostStream:
         """Return when the copies issued so far are done."""
 
     def hold(self) -> Any:
-        """Have what the forward pass issues from now on come after the copies issued so far.
-
-        Called by its thread. Returns a mark of these copies, for another stream's :meth:`wait`.
-        """
+        """Have what the forward pass issues from now on come after the copies issued so far. Called
+        by its thread. Returns a mark of these copies, for another stream's :meth:`wait`."""
         return None
 
     def __enter__(self) -> None: ...

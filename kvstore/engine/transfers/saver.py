@@ -104,10 +104,8 @@ class Saver(TransferThread):
         return self._step is not None
 
     def start(self, saves: Sequence[Save]) -> None:
-        """Begin a step's saves; the caller reports each layer, and calls :meth:`finish`.
-
-        A step before that was not finished, since its forward pass raised, counts as unsound.
-        """
+        """Begin a step's saves; the caller reports each layer, and calls :meth:`finish`. A step
+        before that was not finished, since its forward pass raised, counts as unsound."""
         self.finish(sound=False)
         self._lost -= {save.keys[:KEY_BYTES] for save in saves}
         self._step = self._begin(self.memory, None)
@@ -149,11 +147,9 @@ class Saver(TransferThread):
             self._thread.submit(self._staging.give_back).result()
 
     def finish(self, *, sound: bool) -> None:
-        """Wait until the engine may overwrite its blocks.
-
-        The store keeps the copies only if the step is ``sound``: one that used blocks which did not
-        load has computed wrong KV, and so has one that did not reach all layers.
-        """
+        """Wait until the engine may overwrite its blocks. The store keeps the copies only if the
+        step is ``sound``: one that used blocks which did not load has computed wrong KV, and so has
+        one that did not reach all layers."""
         step, self._step = self._step, None
         if step is None:
             return

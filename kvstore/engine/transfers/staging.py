@@ -22,9 +22,7 @@ STEP_BYTES = 2**27
 @dataclass(frozen=True)
 class Staged:
     """Saves whose new blocks are copied: their ``blocks`` are those of the staging's memory.
-
-    ``mark`` is the position behind the copies, and ``part`` what to give back afterwards.
-    """
+    ``mark`` is the position behind the copies, and ``part`` what to give back afterwards."""
 
     saves: list[Save]
     mark: Any
@@ -32,10 +30,8 @@ class Staged:
 
 
 class Staging:
-    """Room for the new blocks of two steps, beside the memory ``of`` the engine.
-
-    The engine's thread calls all but :meth:`free`.
-    """
+    """Room for the new blocks of two steps, beside the memory ``of`` the engine. The engine's
+    thread calls all but :meth:`free`."""
 
     def __init__(self, of: BatchedMemory, stream: HostStream) -> None:
         self.of = of

@@ -79,10 +79,8 @@ class Copied(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Blocks saved since the start, and what they cost the thread that saves: seconds of a core.
-
-    To ask the store is a part of that.
-    """
+    """Blocks saved since the start, and what they cost the thread that saves: seconds of a core. To
+    ask the store is a part of that."""
 
     blocks: int = 0
     core_s: float = 0.0

@@ -55,10 +55,8 @@ class Fetches:
         return space is not None and spaces.declare(namespace, space) is None
 
     def follow_up(self, request: Lookup, have: int, now: float) -> Coming:
-        """Fetch the blocks of a chain after the first ``have``, which are in memory.
-
-        Nothing comes where the engine does not say how long it would compute a block for.
-        """
+        """Fetch the blocks of a chain after the first ``have``, which are in memory. Nothing comes
+        where the engine does not say how long it would compute a block for."""
         if not (request.promote and request.block_s) or have * KEY_BYTES >= len(request.keys):
             return NOTHING_COMES
         namespace, keys = request.namespace, request.keys

@@ -14,9 +14,7 @@ def present(
     weights: Mapping[str, int], standings: Iterable[Callable[[str], bool]]
 ) -> dict[str, int]:
     """The models to choose from: those of weight above 0 with the best standing that any has.
-
-    ``standings``: predicates, the best first; models for which none holds are left out.
-    """
+    ``standings``: predicates, the best first; models for which none holds are left out."""
     wanted = {model: weight for model, weight in weights.items() if weight > 0}
     for holds in standings:
         if found := {model: weight for model, weight in wanted.items() if holds(model)}:

@@ -9,9 +9,17 @@ from dataclasses import asdict
 from loomserve.platform.base.errors import BadRequest, Conflict, NotFound
 from loomserve.platform.base.sqlite import Database
 from loomserve.platform.batch.policy.lines import BatchLine
-from loomserve.platform.batch.policy.objects import INPUT, BatchRecord, FileRecord, LineError
+from loomserve.platform.batch.policy.objects import (
+    CANCELLABLE,
+    INPUT,
+    TRANSITIONS,
+    BatchRecord,
+    BatchStatus,
+    FileRecord,
+    LineError,
+    stamp,
+)
 from loomserve.platform.batch.policy.quota import BatchQuota
-from loomserve.platform.batch.policy.status import CANCELLABLE, TRANSITIONS, BatchStatus, stamp
 from loomserve.platform.batch.store import schema
 
 

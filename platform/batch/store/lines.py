@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from loomserve.platform.base.sqlite import Database
 from loomserve.platform.batch.policy.lines import BatchLine
-from loomserve.platform.batch.policy.status import BatchStatus
+from loomserve.platform.batch.policy.objects import BatchStatus
 from loomserve.platform.batch.store import schema
 
 _ROWS_AT_ONCE = 1000

@@ -10,8 +10,7 @@ from typing import Any
 from loomserve.platform.base.errors import NotFound, StartError
 from loomserve.platform.base.sqlite import Database, OtherVersionError, SqlSchema
 from loomserve.platform.batch.policy.lines import BatchLine
-from loomserve.platform.batch.policy.objects import BatchRecord, FileRecord
-from loomserve.platform.batch.policy.status import ENDED
+from loomserve.platform.batch.policy.objects import ENDED, BatchRecord, FileRecord
 
 _BUSY_TIMEOUT_S = 30.0
 UNENDED = f"status NOT IN ({', '.join(repr(str(each)) for each in sorted(ENDED))})"

@@ -42,10 +42,8 @@ def first_token_only(request: EngineCoreRequest) -> EngineCoreRequest:
 
 
 def with_kv_from_store(request: EngineCoreRequest, node: str = "") -> EngineCoreRequest:
-    """The request for EngineCore; the connector waits for the prompt's KV from the store.
-
-    ``node`` is the one whose store has it; empty: the engine's own.
-    """
+    """The request for EngineCore; the connector waits for the prompt's KV from the store. ``node``
+    is the one whose store has it; empty: the engine's own."""
     said: dict[str, Any] = {HANDED_OVER: len(request.prompt_token_ids)}
     return _with_kv_transfer(request, said | ({HANDED_OVER_BY: node} if node else {}))
 

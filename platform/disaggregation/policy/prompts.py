@@ -40,10 +40,8 @@ def prompt_place(
     prompt: PromptView, answers: Role, prefill: Set[str], local_prompt_tokens: int
 ) -> PromptPlace | None:
     """Where a prompt is computed; None: by a replica that is not there for answers alone.
-
     ``answers`` is the role of the replica that was chosen for the answer, and ``prefill`` are
-    others that could compute a prompt of more than ``local_prompt_tokens``.
-    """
+    others that could compute a prompt of more than ``local_prompt_tokens``."""
     if answers is not Role.DECODE:
         return None
     if prompt.tokens <= local_prompt_tokens or not prompt.shareable:
@@ -58,7 +56,5 @@ def prefill_replicas(usable: Set[str], role_of: RoleOf, chosen: str) -> frozense
 
 def takes_over(chosen: str, usable: Set[str], role_of: RoleOf) -> bool:
     """Whether the replica that was chosen before the prompt was computed still gives the answer.
-
-    Another is chosen in the place of one that has gone, or that has become a prefill replica.
-    """
+    Another is chosen in the place of one that has gone, or that has become a prefill replica."""
     return chosen in usable and role_of(chosen) is not Role.PREFILL

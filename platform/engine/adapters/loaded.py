@@ -32,10 +32,8 @@ class EngineAdapters:
 
         ``wanted`` has of each adapter ``id``, ``name`` (which its KV is told apart by) and
         ``path``. Returns ``problems``: by number, as text, why some cannot be loaded; and ``left``:
-        how many more than are wanted are still there, for the requests that they have.
-
-        Raises:
-            ValueError: the engine was started without adapters.
+        how many more than are wanted are still there, for the requests that they have. Raises
+        ValueError if the engine was started without adapters.
         """
         if self._core.vllm_config.lora_config is None:
             raise ValueError("it was started without adapters")

@@ -23,11 +23,8 @@ _logger = logging.getLogger(__name__)
 
 
 def main(descriptor: int, how: str = "") -> None:
-    """Make the engine that the replica asks for, and run it until its end.
-
-    ``descriptor`` is this process's end of the channel to its replica; ``how`` is ``FORKED`` where
-    this process was.
-    """
+    """Make the engine that the replica asks for, and run it until its end. ``descriptor`` is this
+    process's end of the channel to its replica; ``how`` is ``FORKED`` where this process was."""
     if how == FORKED:
         # Linux shares cores among sessions first: an engine has a share of its own.
         os.setsid()
@@ -36,11 +33,8 @@ def main(descriptor: int, how: str = "") -> None:
 
 
 def _begin_anew_without_cuda(descriptor: int) -> None:
-    """Become a process that imports all by itself, if CUDA does not work in this one.
-
-    So it is where its fork server had initialized CUDA's driver, which the fork server itself
-    looks for.
-    """
+    """Become a process that imports all by itself, if CUDA does not work in this one. So it is
+    where its fork server had initialized CUDA's driver, which the fork server itself looks for."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
@@ -99,11 +93,9 @@ def _run(core: ServedEngineCore) -> None:
 
 
 def _shut_down(core: ServedEngineCore) -> None:
-    """End the workers, and what the connector still has under way.
-
-    vLLM's own shutdown collects garbage then, for a process that goes on. This one ends, and to
-    visit all that it has imported takes a second of a core.
-    """
+    """End the workers, and what the connector still has under way. vLLM's own shutdown collects
+    garbage then, for a process that goes on. This one ends, and to visit all that it has imported
+    takes a second of a core."""
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
     core.scheduler.shutdown()

@@ -78,10 +78,8 @@ def be_engine(
     descriptor: int, make: Callable[[EngineStart], Core], run: Callable[[Core], object]
 ) -> None:
     """Have this process be the engine that its replica asks for, until the engine's end.
-
     ``descriptor`` is this process's end of the channel to its replica. ``run`` steps the engine
-    until the replica stops it or an error does.
-    """
+    until the replica stops it or an error does."""
     raise_limit()
     prefer_for_killing()
     # A terminal sends it to all processes; the replica decides when its engine ends.

@@ -16,10 +16,8 @@ _elsewhere: set[int] = set()
 
 
 def bind_to_device() -> None:
-    """Bind this thread, and those that it starts, to the device that the environment names.
-
-    It does nothing where the environment names none, or one for each of several workers.
-    """
+    """Bind this thread, and those that it starts, to the device that the environment names. It does
+    nothing where the environment names none, or one for each of several workers."""
     allowed = os.sched_getaffinity(0)
     _elsewhere.clear()
     _elsewhere.update(allowed)
@@ -34,10 +32,8 @@ def bind_to_device() -> None:
 
 
 def bind_worker_to_stage(stage: int) -> int:
-    """Bind this thread, and those that it starts, to the device of a pipeline's stage.
-
-    Returns how many cores that device has; 0 where the environment names none for each stage.
-    """
+    """Bind this thread, and those that it starts, to the device of a pipeline's stage. Returns how
+    many cores that device has; 0 where the environment names none for each stage."""
     stages = os.environ.get(_BIND, "").split("|")
     if len(stages) < 2:
         return 0

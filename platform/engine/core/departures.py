@@ -45,10 +45,8 @@ def movable(requests: Iterable[Request]) -> Iterator[StayingRequest]:
 
 
 class Departures:
-    """The requests that were asked for last.
-
-    EngineCore's thread changes it; any thread may :meth:`read`.
-    """
+    """The requests that were asked for last. EngineCore's thread changes it; any thread may
+    :meth:`read`."""
 
     def __init__(self) -> None:
         self._asked: frozenset[str] = frozenset()

@@ -22,20 +22,16 @@ class _EngineClient:
 
 @dataclass(frozen=True)
 class Heard:
-    """What a ``HELLO`` was: a client's ``first``, or one more.
-
-    ``replaced`` is the index of its earlier connection, whose requests nobody awaits.
-    """
+    """What a ``HELLO`` was: a client's ``first``, or one more. ``replaced`` is the index of its
+    earlier connection, whose requests nobody awaits."""
 
     first: bool
     replaced: int | None = None
 
 
 class EngineClients:
-    """Registry of clients. An index is given once, so that late outputs reach nobody.
-
-    One thread changes it; ``index_of`` may be asked by another.
-    """
+    """Registry of clients. An index is given once, so that late outputs reach nobody. One thread
+    changes it; ``index_of`` may be asked by another."""
 
     def __init__(self, silence_s: float) -> None:
         """Without a ``HELLO`` for ``silence_s``, a client is gone."""
@@ -72,10 +68,8 @@ class EngineClients:
         ]
 
     def probe(self, now: float, period_s: float) -> list[bytes]:
-        """Clients that have neither been heard nor probed for ``period_s``, and now are.
-
-        What waits for one that reads nothing stays short, so that its next ``HELLO`` is answered.
-        """
+        """Clients that have neither been heard nor probed for ``period_s``, and now are. What waits
+        for one that reads nothing stays short, so that its next ``HELLO`` is answered."""
         quiet = [
             (identity, known)
             for identity, known in self._known.items()

@@ -38,10 +38,8 @@ class EngineEnded(RuntimeError):  # noqa: N818 - a state, not a mistake
 
 
 class EngineHost:
-    """One engine's process, for the event loop that started it.
-
-    The loop's thread must live as long as the engine.
-    """
+    """One engine's process, for the event loop that started it. The loop's thread must live as long
+    as the engine."""
 
     def __init__(self, process: EngineProcess, address: EngineAddress) -> None:
         self.address = address
@@ -63,13 +61,9 @@ class EngineHost:
         *,
         fork: bool = True,
     ) -> EngineHost:
-        """Start an engine, and wait until it is ready, at most ``timeout_s``.
-
-        ``environment`` is added to this process's own; ``fork``: whether it may be forked.
-
-        Raises:
-            StartError: it cannot start, or takes too long.
-        """
+        """Start an engine, and wait until it is ready, at most ``timeout_s``. ``environment`` is
+        added to this process's own; ``fork``: whether it may be forked. Raises StartError if it
+        cannot start, or takes too long."""
         ours, process = await start_process(
             environment, timeout_s, fork=fork, simulated=start.simulated
         )
@@ -103,13 +97,9 @@ class EngineHost:
         return self._process.poll() is None and not self._reading.done()
 
     async def call(self, method: str, *args: Any, timeout_s: float | None) -> Any:
-        """Call the engine with what can be said in JSON, by a name of ``control.py``.
-
-        Raises:
-            EngineEnded: it has ended, or does before it answers.
-            TimeoutError: it has not answered in time.
-            Exception: what the method raised: one of ``messages.ERRORS``.
-        """
+        """Call the engine with what can be said in JSON, by a name of ``control.py``. Raises
+        EngineEnded if it has ended, or does before it answers; TimeoutError if it has not
+        answered in time; what the method raised, which is one of ``messages.ERRORS``."""
         if self._reading.done():
             raise EngineEnded(await self._how_it_ended())
         call_id = next(self._ids)
@@ -130,12 +120,9 @@ class EngineHost:
         return answers
 
     async def move_requests(self, to: str, most: int, *, timeout_s: float) -> int:
-        """Have clients take up to ``most`` requests to the replica ``to``; returns how many
-        left.
-
+        """Have clients take up to ``most`` requests to the replica ``to``; returns how many left.
         The others go on here. The engine has ``timeout_s`` to choose them, and clients again to
-        move them.
-        """
+        move them."""
         await self.call("move_requests", to, most, timeout_s=timeout_s)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -147,32 +134,23 @@ class EngineHost:
     async def set_adapters(
         self, wanted: Sequence[Mapping[str, Any]], *, timeout_s: float
     ) -> tuple[dict[int, str], int]:
-        """Have the engine load adapters, and unload all others that no request is computed with.
-
-        As of :meth:`EngineAdapters.set`, with numbers as the keys of ``problems``.
-        """
+        """Have the engine load adapters, and unload all others that no request is computed with. As
+        of :meth:`EngineAdapters.set`, with numbers as the keys of ``problems``."""
         said = await self.call("set_adapters", list(wanted), timeout_s=timeout_s)
         return {int(number): why for number, why in said["problems"].items()}, said["left"]
 
     async def sleep(self, level: int, *, timeout_s: float) -> None:
-        """Have the engine give memory back, until :meth:`wake` or its next request.
-
-        ``level`` is vLLM's, of a GPU: with 2 the weights are dropped, too.
-
-        Raises:
-            ValueError: it has requests, or lends.
-        """
+        """Have the engine give memory back, until :meth:`wake` or its next request. ``level`` is
+        vLLM's, of a GPU: with 2 the weights are dropped, too. Raises ValueError if it has requests,
+        or lends."""
         await self.call("sleep", level, timeout_s=timeout_s)
 
     async def wake(self, *, timeout_s: float) -> None:
         await self.call("wake_up", timeout_s=timeout_s)
 
     async def turn(self) -> int:
-        """Return once the engine is between two steps, or idle.
-
-        Returns what its thread that sends outputs has done so far, which is more at each call
-        unless that hangs.
-        """
+        """Return once the engine is between two steps, or idle. Returns what its thread that sends
+        outputs has done so far, which is more at each call unless that hangs."""
         done: int = await self.call("turn", timeout_s=None)
         return done
 
@@ -196,11 +174,9 @@ class EngineHost:
         limit_s: float = WEDGED_S,
         look_s: float = POLL_INTERVAL_S,
     ) -> None:
-        """Kill the engine once it has stood still for long, after ``tell`` was told why.
-
-        Returns when it has ended. :meth:`ended` then says the same. The other arguments are those
-        of :func:`~loomserve.platform.engine.process.peer_process.until_wedged`.
-        """
+        """Kill the engine once it has stood still for long, after ``tell`` was told why. Returns
+        when it has ended. :meth:`ended` then says the same. The other arguments are those of
+        :func:`~loomserve.platform.engine.process.peer_process.until_wedged`."""
         with contextlib.suppress(EngineEnded):
             why = await until_wedged(self.pid, self.turn, limit_s=limit_s, look_s=look_s)
             await tell(why)

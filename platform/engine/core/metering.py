@@ -94,11 +94,8 @@ class CoreMeter:
             self._note_idle(time.monotonic())
 
     def step(self, outputs: Mapping[int, EngineCoreOutputs], now: float) -> None:
-        """A step's outputs, by client.
-
-        Of most it is enough to sum their tokens up: only first and last ones, and those that tell
-        of events, are looked at.
-        """
+        """A step's outputs, by client. Of most it is enough to sum their tokens up: only first and
+        last ones, and those that tell of events, are looked at."""
         with self._lock:
             each = [output for of_one in outputs.values() for output in of_one.outputs]
             told = [of.scheduler_stats for of in outputs.values() if of.scheduler_stats is not None]
@@ -153,9 +150,7 @@ class CoreMeter:
         self, stats: SchedulerStats, generated: int, computed: int, first_s: float, now: float
     ) -> None:
         """Take in a step that generated so many tokens and computed so many of prompts.
-
-        ``first_s``: the longest that one of its first tokens has let wait; 0 for none.
-        """
+        ``first_s``: the longest that one of its first tokens has let wait; 0 for none."""
         self._turnaround.step(_waiting(stats))
         self._running, self._waiting = stats.num_running_reqs, stats.num_waiting_reqs
         self._kv_cache_usage = stats.kv_cache_usage

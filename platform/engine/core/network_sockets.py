@@ -64,11 +64,8 @@ class NetworkSockets:
 
     @property
     def address(self) -> EngineNetwork | None:
-        """The address, once both sockets are bound.
-
-        Raises:
-            TimeoutError: they are not, and will not be.
-        """
+        """The address, once both sockets are bound. Raises TimeoutError if they are not, and will
+        not be."""
         if self._host is None:
             return None
         with self._bound:

@@ -51,10 +51,8 @@ class WakingQueue(Queue[Any]):
         os.eventfd_write(self.wakeup, 1)
 
     def turn(self) -> int:
-        """Have the reader come by, if it can; returns ``done``.
-
-        So a reader that lives has done with more by the next call.
-        """
+        """Have the reader come by, if it can; returns ``done``. So a reader that lives has done
+        with more by the next call."""
         done = self.done
         self.put(_TURN)
         return done
@@ -120,11 +118,8 @@ class OutputSender:
         self._socket: zmq.Socket[bytes]
 
     def run(self, address: str, queued: int, also: AlsoBound = lambda *_: nullcontext()) -> None:
-        """Bind, and send until the end.
-
-        ``queued`` messages may wait for one client, which is gone with more. ``also`` binds the
-        socket to other addresses too.
-        """
+        """Bind, and send until the end. ``queued`` messages may wait for one client, which is gone
+        with more. ``also`` binds the socket to other addresses too."""
         with (
             zmq.Context() as context,
             bound_router(context, address, queued) as self._socket,

@@ -161,10 +161,8 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
     # Requests that are to go on elsewhere
 
     def move_requests(self, to: str, most: int) -> int:
-        """Ask clients to have at most so many requests go on with the replica ``to``.
-
-        Returns how many were asked for; :meth:`moved` tells what came of it.
-        """
+        """Ask clients to have at most so many requests go on with the replica ``to``. Returns how
+        many were asked for; :meth:`moved` tells what came of it."""
         requests = self.scheduler.requests
         chosen = leaving(movable(requests.values()), most)
         self._departures.ask(chosen)

@@ -35,10 +35,8 @@ _OTHER_STATE = {
 
 def engine_config(options: Mapping[str, Any]) -> VllmConfig:
     """vLLM's configuration of an engine, without the KV store where that can hold nothing of it.
-
     ``options`` are those of ``AsyncEngineArgs``; structured ones may be mappings. Raises
-    ConfigError if the model's class needs a package that is not installed.
-    """
+    ConfigError if the model's class needs a package that is not installed."""
     look_at_class(options)
     config = AsyncEngineArgs(**structured(options)).create_engine_config()
     if config.cache_config.mamba_cache_mode != "none" and current_platform.is_cpu():

@@ -31,11 +31,8 @@ _ENDINGS = (
 
 
 def check(model: str, options: Iterable[str]) -> None:
-    """Refuse names that vLLM does not know.
-
-    Raises:
-        ConfigError: names the option, and the nearest one that exists.
-    """
+    """Refuse names that vLLM does not know. Raises ConfigError, which names the option and the
+    nearest one that exists."""
     known = _all_names()
     for option in options:
         if option not in known:
@@ -71,10 +68,8 @@ def _fields(module: str, name: str) -> frozenset[str]:
 
 
 def in_fields(text: str) -> str:
-    """The text with ``--some-flag`` of vLLM's server as ``models[].engine.some_flag``.
-
-    Environment variables (``VLLM_...``) and what is no option of vLLM's stay as they are.
-    """
+    """The text with ``--some-flag`` of vLLM's server as ``models[].engine.some_flag``. Environment
+    variables (``VLLM_...``) and what is no option of vLLM's stay as they are."""
     return _FLAG.sub(_field, text) if "--" in text else text
 
 
@@ -137,14 +132,9 @@ def _text(module: str) -> str:
 
 
 def literals_of(module: str, wanted: Callable[[str], bool]) -> dict[str, Mapping[str, Any]]:
-    """Tables of texts at the top level of a module such as ``vllm.reasoning``.
-
-    Of each wanted name its keys with their values, where these are plain ones; of a ``Literal`` its
-    texts.
-
-    Raises:
-        SourceError: there is no such module, or no such name in it.
-    """
+    """Tables of texts at the top level of a module such as ``vllm.reasoning``. Of each wanted name
+    its keys with their values, where these are plain ones; of a ``Literal`` its texts. Raises
+    SourceError if there is no such module, or no such name in it."""
     found: dict[str, Mapping[str, Any]] = {}
     for node in module_tree(module).body:
         match node:

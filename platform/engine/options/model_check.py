@@ -35,24 +35,16 @@ _UNNAMED = ("", "auto")
 
 
 def check_options(model: Model) -> None:
-    """Check a model's engine options by themselves.
-
-    Raises:
-        ConfigError: names each option that is wrong, what is, and the nearest right name.
-    """
+    """Check a model's engine options by themselves. Raises ConfigError, which names each option
+    that is wrong, what is, and the nearest right name."""
     check(model.name, model.engine)
     _refuse(model, _problems_of_options(model.engine))
 
 
 def check_model(model: Model, folder: Path | str, *, on_cpu: bool) -> None:
     """Check a model's files, and its options against them, beyond what the options say alone.
-
     ``folder`` is what the catalog has found, and checked that it is whole; a hub id has no files
-    here.
-
-    Raises:
-        ConfigError: names the file or the option, and what to do.
-    """
+    here. Raises ConfigError, which names the file or the option, and what to do."""
     if isinstance(folder, Path):
         _refuse(model, _problems_of_files(model.engine, folder, on_cpu=on_cpu))
 
@@ -210,10 +202,7 @@ def _problems_of_own_templates(folder: Path) -> Iterator[str]:
 
 def _read(path: Path) -> dict[str, Any]:
     """A JSON object; empty without such a file: the catalog has checked that a folder is whole.
-
-    Raises:
-        ConfigError: it is no JSON object.
-    """
+    Raises ConfigError if it is no JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

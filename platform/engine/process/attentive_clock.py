@@ -53,10 +53,8 @@ class PeerClock:
     """
 
     def __init__(self, clock: Callable[[], float], work: Callable[[], Work | None]) -> None:
-        """``clock`` has the seconds in which this process could listen.
-
-        ``work`` is the engine's so far; None: it cannot be seen.
-        """
+        """``clock`` has the seconds in which this process could listen. ``work`` is the engine's so
+        far; None: it cannot be seen."""
         self._clock, self._work = clock, work
         self._seen = clock()
         self._before: Work | None = None
@@ -66,10 +64,8 @@ class PeerClock:
         return self._counted
 
     def tick(self, *, late: bool) -> None:
-        """Count what has passed since the last tick.
-
-        Only of an engine that is ``late`` it asks what it does meanwhile.
-        """
+        """Count what has passed since the last tick. Only of an engine that is ``late`` it asks
+        what it does meanwhile."""
         now = self._clock()
         passed_s, self._seen = now - self._seen, now
         work, before = self._work() if late else None, self._before

@@ -39,10 +39,8 @@ _WORKER_MODULES = {
 
 
 def engine_modules(kind: Literal["cpu", "cuda"]) -> tuple[str, ...]:
-    """Modules that a fork server imports for engines on devices of one kind.
-
-    vLLM is installed for that kind; whatever else an engine needs, it imports itself.
-    """
+    """Modules that a fork server imports for engines on devices of one kind. vLLM is installed for
+    that kind; whatever else an engine needs, it imports itself."""
     return *_ENGINE_MODULES, *_WORKER_MODULES[kind]
 
 

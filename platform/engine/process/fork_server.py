@@ -64,10 +64,8 @@ class ForkRequest(TypedDict):
 
 
 class ForkServer:
-    """Forks a child for each connection, and tells there how it ended.
-
-    It has but one thread and never waits for one child alone, so that it sees each end at once.
-    """
+    """Forks a child for each connection, and tells there how it ended. It has but one thread and
+    never waits for one child alone, so that it sees each end at once."""
 
     def __init__(self, listener: socket.socket, set_by_imports: dict[str, str]) -> None:
         """``set_by_imports``: environment variables that children have beside their own."""
@@ -156,10 +154,8 @@ class ForkServer:
 
 
 def end_with_other_end(connection: socket.socket, pid: int) -> None:
-    """Have the kernel kill a process when the other end of its connection closes or sends.
-
-    So it ends also while it is stopped, or computes without looking, and it needs no thread.
-    """
+    """Have the kernel kill a process when the other end of its connection closes or sends. So it
+    ends also while it is stopped, or computes without looking, and it needs no thread."""
     fcntl.fcntl(connection, fcntl.F_SETOWN, pid)
     fcntl.fcntl(connection, fcntl.F_SETSIG, signal.SIGKILL)
     flags = fcntl.fcntl(connection, fcntl.F_GETFL)
@@ -172,11 +168,8 @@ def end_with_other_end(connection: socket.socket, pid: int) -> None:
 
 
 def follow_environment() -> None:
-    """Have torch follow the environment, which it reads only when it is imported.
-
-    vLLM compiles its sampler else, in the first step that samples: all streams stand still for ten
-    seconds.
-    """
+    """Have torch follow the environment, which it reads only when it is imported. vLLM compiles its
+    sampler else, in the first step that samples: all streams stand still for ten seconds."""
     torch = sys.modules.get("torch")
     if torch is not None and (threads := os.environ.get("OMP_NUM_THREADS")):
         torch.set_num_threads(int(threads))
@@ -197,10 +190,8 @@ def cuda_is_initialized() -> bool:
 
 def _import_all(modules: Iterable[str]) -> dict[str, str]:
     """Import what all children need, and have the collector leave it alone, which would copy it.
-
     Returns the environment variables that this has set, as vLLM's imports do. Raises RuntimeError
-    if one of them has initialized CUDA.
-    """
+    if one of them has initialized CUDA."""
     before = dict(os.environ)
     for name in _NOT_IMPORTED:
         sys.modules[name] = None  # type: ignore[assignment]

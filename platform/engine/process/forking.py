@@ -25,9 +25,7 @@ class ForkedProcess:
 
     def __init__(self, connection: socket.socket, pid: int, descriptor: int) -> None:
         """``connection`` leads to the fork server and the process, which is killed when it ends.
-
-        ``descriptor`` refers to the process, even when another gets its id.
-        """
+        ``descriptor`` refers to the process, even when another gets its id."""
         connection.setblocking(False)
         self._connection = connection
         self._descriptor = descriptor
@@ -70,11 +68,9 @@ def fork(
 
     It runs ``main`` of the module ``child`` with the descriptor and the arguments. The fork server
     may be one that is started in the place of one that has ended, and has ``timeout_s`` to import
-    what it has to. Returns None if this process is of no run, or its run has no fork server.
-
-    Raises:
-        OSError: the fork server has ended meanwhile, or does not answer in time.
-        ValueError: it does not answer as a fork server does.
+    what it has to. Returns None if this process is of no run, or its run has no fork server. Raises
+    OSError if the fork server has ended meanwhile, or does not answer in time; ValueError if it
+    does not answer as a fork server does.
     """
     if RUN_VARIABLE not in os.environ:
         return None

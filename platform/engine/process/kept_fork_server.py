@@ -39,11 +39,8 @@ class KeptForkServer:
     def __init__(
         self, run: RunFolder, environment: Mapping[str, str], preloaded: Iterable[str]
     ) -> None:
-        """It listens in the run's folder from now on.
-
-        ``environment`` is that of the run's processes, ``preloaded`` are the modules of its
-        children.
-        """
+        """It listens in the run's folder from now on. ``environment`` is that of the run's
+        processes, ``preloaded`` are the modules of its children."""
         self._log = run.path / _LOG
         self._environment = {**environment, **FORK_SERVER_ENVIRONMENT}
         self._python = shlex.split(environment.get(PYTHON_VARIABLE, "")) or [sys.executable]

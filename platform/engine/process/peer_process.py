@@ -49,10 +49,8 @@ class PeerState(Enum):
 
 
 def peer(address: str) -> int | None:
-    """The process that listens at a ZMQ address; None: nobody does, or it cannot be seen.
-
-    A local socket has the credentials of whoever bound it.
-    """
+    """The process that listens at a ZMQ address; None: nobody does, or it cannot be seen. A local
+    socket has the credentials of whoever bound it."""
     if not address.startswith(_LOCAL):
         return None
     try:
@@ -98,10 +96,8 @@ async def nobody_listens(address: str) -> bool:
 
 
 class PeerProcess:
-    """A process of this node; it is looked at by a descriptor that is open from the start.
-
-    So nothing has to be opened to see its end, and no other process is taken for it.
-    """
+    """A process of this node; it is looked at by a descriptor that is open from the start. So
+    nothing has to be opened to see its end, and no other process is taken for it."""
 
     def __init__(self, pid: int) -> None:
         """Raises ``OSError`` if it cannot be looked at, or not at this moment."""

@@ -44,13 +44,9 @@ def profile_devices(
     batches: Sequence[int],
     say: Say,
 ) -> DeviceProfile:
-    """Measure one device after the other, each in its own process.
-
-    ``models`` maps the source of each model whose stages are timed to its path and devices.
-
-    Raises:
-        StartError: a device or a model cannot be measured.
-    """
+    """Measure one device after the other, each in its own process. ``models`` maps the source of
+    each model whose stages are timed to its path and devices. Raises StartError if a device or a
+    model cannot be measured."""
     cpus = sum(device.kind == "cpu" for device in devices)
     # Read once, as it changes while devices are measured.
     share = psutil.virtual_memory().available // max(1, cpus)
@@ -110,11 +106,8 @@ def _speed(device: Device, memory: int) -> MeasuredDevice:
 
 
 def _seconds(work: Callable[[], object], where: torch.device) -> float:
-    """Median of repetitions.
-
-    On a CPU it is the calling thread's time on its core, of whose work each other thread has as
-    much: a device whose cores others use meanwhile is no slower for it.
-    """
+    """Median of repetitions. On a CPU it is the calling thread's time on its core, of whose work
+    each other thread has as much: a device whose cores others use meanwhile is no slower for it."""
     clock = time.perf_counter if where.type == "cuda" else time.thread_time
     times = []
     for _ in range(_REPETITIONS):

@@ -63,10 +63,7 @@ def profile(
     name: str, model: str, device: Device, minutes: float, say: Say, **options: Any
 ) -> Findings:
     """Measure ``model``, a folder or a hub's id, for ``minutes``; ``options`` are vLLM's own.
-
-    Raises:
-        StartError: vLLM cannot start the model, or cannot swap its kind of KV.
-    """
+    Raises StartError if vLLM cannot start the model, or cannot swap its kind of KV."""
     say(f"starting an engine of {name}")
     try:
         engine = ProfiledEngine(model, device, **options)
@@ -154,9 +151,7 @@ def time_transfers(
     layout: BlockLayout, device: Device
 ) -> tuple[list[TimedTransfer], list[TimedTransfer]]:
     """Time saves from a KV cache of this layout into a store's arena, and loads, of random size.
-
-    They use what the platform's engines use, checksums included, from a thread on the device.
-    """
+    They use what the platform's engines use, checksums included, from a thread on the device."""
     blocks = max(1, min(_MOST_BLOCKS, _MOST_BYTES // layout.block_bytes))
     random = np.random.default_rng(0)
     out: list[TimedTransfer] = []

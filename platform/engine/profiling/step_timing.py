@@ -39,10 +39,8 @@ def step_of(scheduled: SchedulerOutput) -> Step:
 
 
 class StepClock:
-    """Clock of steps, from a step's schedule to its output; ``now`` is monotonic seconds.
-
-    A step that vLLM schedules while the one before still runs begins when that one ends.
-    """
+    """Clock of steps, from a step's schedule to its output; ``now`` is monotonic seconds. A step
+    that vLLM schedules while the one before still runs begins when that one ends."""
 
     def __init__(self) -> None:
         self._running: deque[tuple[SchedulerOutput, float]] = deque()

@@ -118,11 +118,8 @@ def _generator(
 
 @cache
 def quickest_draw(vocabulary: int, sampler: TopKTopPSampler) -> Draw:
-    """What moves a generator on as a token does on a CPU, in the least time.
-
-    vLLM draws a single integer, but noise for each token of the vocabulary where it samples in
-    float64.
-    """
+    """What moves a generator on as a token does on a CPU, in the least time. vLLM draws a single
+    integer, but noise for each token of the vocabulary where it samples in float64."""
     logits, integer = torch.zeros(1, vocabulary), torch.empty(1, dtype=torch.int64)
 
     def as_vllm(generator: torch.Generator) -> None:

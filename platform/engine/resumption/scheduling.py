@@ -73,11 +73,9 @@ class ResumedRequests:
 
 
 def _tell_prefill(request: Request, computed: int) -> None:
-    """Say what another engine has left to compute of the prompt that it has handed over.
-
-    vLLM says that of requests which have not been preempted. Those in the store and those in the
-    prefix cache are not told apart.
-    """
+    """Say what another engine has left to compute of the prompt that it has handed over. vLLM says
+    that of requests which have not been preempted. Those in the store and those in the prefix cache
+    are not told apart."""
     prompt = request.num_prompt_tokens
     request.prefill_stats.set(
         num_prompt_tokens=prompt,

@@ -28,13 +28,9 @@ def resumed_tokens(params: Any) -> list[int]:
 
 
 def check_resumed(request: Any, model_config: Any) -> None:
-    """Check that a request can go on from the tokens that it names.
-
-    ``request`` is vLLM's ``EngineCoreRequest``, ``model_config`` its ``ModelConfig``.
-
-    Raises:
-        ValueError: they are no tokens, or leave nothing to generate.
-    """
+    """Check that a request can go on from the tokens that it names. ``request`` is vLLM's
+    ``EngineCoreRequest``, ``model_config`` its ``ModelConfig``. Raises ValueError if they are no
+    tokens, or leave nothing to generate."""
     extra = getattr(request.sampling_params, "extra_args", None) or {}
     if RESUMED not in extra:
         return

@@ -14,11 +14,13 @@ from loomserve.platform.engine.scheduling.step_hooks import HookedScheduler
 from loomserve.platform.engine.scheduling.swap_space import SwapSpace
 from loomserve.platform.scheduling.options import SchedulerOptions
 from loomserve.platform.scheduling.policy.admission import (
+    Growing,
+    PastAnswers,
     StartCandidate,
+    fitting,
     never_computed_twice,
     start,
 )
-from loomserve.platform.scheduling.policy.peak import Growing, PastAnswers, fitting
 
 
 class Admission:
@@ -58,10 +60,8 @@ class Admission:
         self, now: float, made_way: AbstractSet[Request]
     ) -> tuple[list[Request], list[Request]]:
         """Waiting requests that may start, in order; and running ones that sit the step out.
-
         ``made_way`` have just left their places to others, and do not start again: a request that
-        resumes in the step that preempts it may be given its tokens out of order.
-        """
+        resumes in the step that preempts it may be given its tokens out of order."""
         blocked = self._engine.blocked
         may_start, sit_out = self._admissible(now, {*made_way, *blocked}), list[Request]()
         if not self._options.chunked_recompute:

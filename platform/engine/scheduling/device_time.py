@@ -33,10 +33,8 @@ class DeviceTime:
         self._ended: dict[str, float] = {}
 
     def step(self, tokens: Mapping[str, int], seconds: float, there: Container[str]) -> None:
-        """Divide a step's ``seconds`` by the tokens that it computed of each request.
-
-        Only requests that are ``there`` have not ended; the tokens of others are not counted.
-        """
+        """Divide a step's ``seconds`` by the tokens that it computed of each request. Only requests
+        that are ``there`` have not ended; the tokens of others are not counted."""
         total = count = sum(tokens.values())
         if tokens.keys() != self._since.keys():
             count -= self._change(tokens, there)

@@ -1,19 +1,19 @@
-"""vLLM's queue of waiting requests, of which a step may be shown only some."""
+"""vLLM's scheduler, and its queue of waiting requests, of which a step may be shown only some."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from vllm.v1.core.sched.request_queue import FCFSRequestQueue
-from vllm.v1.request import Request
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue, RequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
 
 
 class GatedQueue(FCFSRequestQueue):  # type: ignore[misc]
-    """Queue of waiting requests in an order that is set from outside.
-
-    While it is open :meth:`only` to some, it looks as if the others were not there.
-    """
+    """Queue of waiting requests in an order that is set from outside. While it is open :meth:`only`
+    to some, it looks as if the others were not there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,10 +61,8 @@ class GatedQueue(FCFSRequestQueue):  # type: ignore[misc]
 
     @contextmanager
     def only(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Within, show these requests alone, in this order, and any that come meanwhile.
-
-        Afterwards those that are left stand before all others.
-        """
+        """Within, show these requests alone, in this order, and any that come meanwhile. Afterwards
+        those that are left stand before all others."""
         for request in requests:
             self.remove(request)
         held = list(self)
@@ -85,3 +83,42 @@ class GatedQueue(FCFSRequestQueue):  # type: ignore[misc]
 
     def put_first(self, requests: Sequence[Request]) -> None:
         self.extendleft(reversed(requests))
+
+
+_NO_GRAMMAR_YET = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+
+
+class WaitingScheduler(Scheduler):  # type: ignore[misc]
+    """Says where requests wait that cannot start yet, and how many may run.
+
+    Those that hold KV blocks are in a queue of their own; the others stay in ``waiting``, and vLLM
+    notes who they are.
+    """
+
+    waiting: GatedQueue
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.deferred: RequestQueue = self.kv_holding_waiting
+
+    @property
+    def most_running(self) -> int:
+        return int(self.max_num_active_reqs)
+
+    @most_running.setter
+    def most_running(self, number: int) -> None:
+        self.max_num_active_reqs = number
+
+    @property
+    def blocked(self) -> list[Request]:
+        if not self.deferred_waiting:
+            return []
+        return [each for each in self.waiting if each.status is _NO_GRAMMAR_YET]
+
+    def may_start(self, request: Request, unblocked: Callable[[Request], bool]) -> bool:
+        """Whether a request that vLLM comes upon waits no longer for its grammar or its KV.
+        ``unblocked`` is vLLM's answer."""
+        return unblocked(request)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        return self.may_start(request, super()._handle_blocked_waiting_request)

@@ -24,10 +24,8 @@ _CHANGED = 0.1
 
 
 class QueueOrder:
-    """Sorts running and waiting requests by the queue's policy.
-
-    What it finds out about a request is kept until the request's tokens change.
-    """
+    """Sorts running and waiting requests by the queue's policy. What it finds out about a request
+    is kept until the request's tokens change."""
 
     def __init__(self, costs: EngineCosts, swap: SwapSpace) -> None:
         self._costs = costs
@@ -82,9 +80,7 @@ class QueueOrder:
 
     def sort_waiting(self, waiting: GatedQueue, now: float) -> None:
         """Sort the queue's head, where preempted requests are, and its new arrivals into it.
-
-        Priorities of the others change slowly, and a long queue is all that there is to decide.
-        """
+        Priorities of the others change slowly, and a long queue is all that there is to decide."""
         # vLLM's own order is not found again from a part of it.
         if self._stays_as_it_is:
             self._newcomers = 0

@@ -31,10 +31,8 @@ class HookedScheduler(Protocol):
     """When the last step's schedule began, by ``time.perf_counter``."""
 
     def preempt(self, request: Request, *, drop_output: bool = False) -> None:
-        """Let a running request leave; it may start again in the next step.
-
-        ``drop_output``: of a step in flight, nothing that concerns the request is right.
-        """
+        """Let a running request leave; it may start again in the next step. ``drop_output``: of a
+        step in flight, nothing that concerns the request is right."""
 
     def sort_running(self) -> None:
         """Put running requests in the order of their priorities as of now."""

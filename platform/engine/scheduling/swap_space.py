@@ -124,10 +124,8 @@ class SwapSpace:
 
     def blocks_instead(self, held: int, requests: int) -> int:
         """Blocks that swap space takes instead of memory, where that beats computing them again.
-
         Then memory may stay full: a request that leaves costs two copies. ``requests`` have
-        ``held`` blocks in memory.
-        """
+        ``held`` blocks in memory."""
         if not requests or self._connector is None:
             return 0
         if not self._costs.worth_swapping(held * self._costs.block_size // requests):

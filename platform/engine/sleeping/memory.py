@@ -73,9 +73,7 @@ class RereadWeight:
 
     def __init__(self, weight: torch.Tensor, tables: Sequence[Table]) -> None:
         """``weight`` is ``[words, width]``; all that share its memory see it come and go.
-
-        ``tables`` have as many words, or fewer; one of them may be the same.
-        """
+        ``tables`` have as many words, or fewer; one of them may be the same."""
         self._weight = weight
         self._tables = tables
         self._held: _HeldTable | None = None
@@ -129,11 +127,8 @@ class _HeldTable:
         return status.st_size, status.st_mtime_ns
 
     def read(self) -> torch.Tensor:
-        """The tensor in the file's own pages, which are mapped as long as it is used.
-
-        Raises:
-            RuntimeError: the file has been written to.
-        """
+        """The tensor in the file's own pages, which are mapped as long as it is used. Raises
+        RuntimeError if the file has been written to."""
         if self._now() != self._stamp:
             raise RuntimeError(f"{self._table.file} was changed while an engine of it slept")
         with safe_open(f"/proc/self/fd/{self._descriptor}", framework="pt") as tensors:
@@ -145,11 +140,8 @@ class _HeldTable:
 
 
 def reread_weights(model: torch.nn.Module, folder: Path) -> list[RereadWeight]:
-    """The weights of a model that its files seem to have as they are.
-
-    ``model`` is vLLM's, whose weights are loaded; they are read again only from local safetensors
-    in its ``folder``.
-    """
+    """The weights of a model that its files seem to have as they are. ``model`` is vLLM's, whose
+    weights are loaded; they are read again only from local safetensors in its ``folder``."""
     tables = list(_tables(folder))
     found: dict[int, RereadWeight] = {}
     for module in model.modules():

@@ -43,12 +43,9 @@ class EngineSleep:
         return sum(self._core.model_executor.collective_rpc(dropped_bytes))
 
     def fall_asleep(self, level: int = 1) -> None:
-        """Give memory back; nothing happens if it sleeps already.
-
-        Raises:
-            ValueError: requests are open, blocks are lent or being copied, or the engine was not
-                started so that it can sleep.
-        """
+        """Give memory back; nothing happens if it sleeps already. Raises ValueError if requests are
+        open, blocks are lent or being copied, or the engine was not started so that it can
+        sleep."""
         if self.asleep:
             return
         core = self._core
@@ -101,10 +98,8 @@ class PackedOnUse:
 
 def pack_on_use(model: torch.nn.Module) -> list[PackedOnUse]:
     """Let what can be packed again be packed when it is used, and free what is never used.
-
     ``model`` is vLLM's, whose weights are loaded. Returns the operators, whose copies may be
-    dropped between two steps.
-    """
+    dropped between two steps."""
     found = []
     for layer in model.modules():
         if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):

@@ -31,11 +31,8 @@ _REMEMBERED = 64
 
 
 class GrammarChecks:
-    """Checks request parameters in threads, each within a time limit.
-
-    Good grammars are remembered for a while: a request may have one grammar for many prompts, and
-    clients repeat them.
-    """
+    """Checks request parameters in threads, each within a time limit. Good grammars are remembered
+    for a while: a request may have one grammar for many prompts, and clients repeat them."""
 
     # vLLM's own, which the first front end of this process has put another in the place of.
     _check_tag: ClassVar[Callable[..., None]]

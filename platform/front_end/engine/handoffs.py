@@ -51,10 +51,8 @@ class Handoffs:
         self, one: OpenRequest, chosen: str, usable: Set[str], choose: Choose
     ) -> tuple[PromptPlace | None, ChosenReplica | None]:
         """Where the prompt of a request is computed, and by which prefill replica, if by one.
-
         ``chosen`` is to answer it, ``usable`` take requests, ``choose`` chooses among prefill
-        replicas.
-        """
+        replicas."""
         if one.attempt:
             return None, None  # it goes on elsewhere, and that is a matter of its own
         prefill = prefill_replicas(usable, self._role_of, chosen)

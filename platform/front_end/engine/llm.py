@@ -34,10 +34,8 @@ _COMPLETION = "cmpl-"
 
 
 class FrontEndLLM(AsyncLLM):  # type: ignore[misc]
-    """An ``AsyncLLM`` of one model, on a client that has its replicas.
-
-    vLLM's constructor makes its own client, so this one repeats the rest of it.
-    """
+    """An ``AsyncLLM`` of one model, on a client that has its replicas. vLLM's constructor makes its
+    own client, so this one repeats the rest of it."""
 
     engine_core: ReplicaSetClient
 

@@ -44,11 +44,8 @@ class ReplicaStatistics:
         self._loggers.pop(index, None)
 
     def page(self, index: int, running: int, waiting: int) -> str | None:
-        """A replica's metrics as text; None: it is not known.
-
-        ``running`` and ``waiting`` are its engine's requests from all gateway processes: only one
-        of these gets a step's statistics.
-        """
+        """A replica's metrics as text; None: it is not known. ``running`` and ``waiting`` are its
+        engine's requests from all gateway processes: only one of these gets a step's statistics."""
         known = self._loggers.get(index)
         if known is None:
             return None

@@ -132,11 +132,8 @@ def suspicions(request: RequestView, bounds: ContinuationBounds) -> Sequence[Dea
 def next_action(
     request: RequestView, lost: Loss | None, *, others: bool, now: float, bounds: ContinuationBounds
 ) -> Action:
-    """What becomes of a request.
-
-    ``lost``: why it leaves its replica; None: it has not been with one. ``others``: whether there
-    is a replica that could take it.
-    """
+    """What becomes of a request. ``lost``: why it leaves its replica; None: it has not been with
+    one. ``others``: whether there is a replica that could take it."""
     suspected = suspicions(request, bounds)
     if len(suspected) >= bounds.most_suspected:
         return Action.END_SUSPECT if all(one.ended for one in suspected) else Action.END_STALLED

@@ -16,9 +16,7 @@ class End(NamedTuple):
 
 def finish_reason(end: End, calls: Collection[str]) -> str:
     """``tool_calls`` where calls were made and none was cut off; else as the engine ended.
-
-    ``calls`` are the arguments of the answer's calls, as JSON.
-    """
+    ``calls`` are the arguments of the answer's calls, as JSON."""
     made = end.reason == "stop" and calls and (not end.at_text or all(map(is_whole, calls)))
     return "tool_calls" if made else end.reason
 

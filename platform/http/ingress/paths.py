@@ -62,10 +62,8 @@ _REFUSED = {
 
 
 def in_one_way(scope: Scope) -> dict[str, Any]:
-    """The parts of a scope that change when its path is normalised; mostly none.
-
-    Authentication and routers both go by the path, so they must see the same.
-    """
+    """The parts of a scope that change when its path is normalised; mostly none. Authentication and
+    routers both go by the path, so they must see the same."""
     path = scope["path"]
     if "//" not in path and not (path.endswith("/") and len(path) > 1):
         return {}

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from pydantic import Field
 
 from loomserve.platform.base.frozen import Frozen
-from loomserve.platform.rebalancing.plans.records import ActionRecord
+from loomserve.platform.rebalancing.plans.plans import ActionRecord
 from loomserve.platform.rebalancing.policy.actions import Action
 
 Record = TypeVar("Record", bound=ActionRecord)

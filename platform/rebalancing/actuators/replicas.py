@@ -16,7 +16,7 @@ from loomserve.platform.fleet.messages import MoveOrder
 from loomserve.platform.fleet.snapshot import ReplicaRecord
 from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Progress
 from loomserve.platform.rebalancing.observe import kv_at
-from loomserve.platform.rebalancing.plans.records import (
+from loomserve.platform.rebalancing.plans.plans import (
     ReplicasRecord,
     RequestsRecord,
     RoleRecord,

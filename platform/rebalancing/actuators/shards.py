@@ -10,7 +10,7 @@ from loomserve.platform.base.errors import Conflict
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Progress
 from loomserve.platform.rebalancing.actuators.replicas import record_of
-from loomserve.platform.rebalancing.plans.records import ShardRecord
+from loomserve.platform.rebalancing.plans.plans import ShardRecord
 from loomserve.platform.rebalancing.policy.actions import Action, Move
 from loomserve.platform.rebalancing.policy.snapshot import MoveKind
 from loomserve.platform.state import LoanState

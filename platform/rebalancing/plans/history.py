@@ -15,6 +15,7 @@ from loomserve.platform.base.errors import Conflict, NotFound
 from loomserve.platform.base.frozen import Frozen
 from loomserve.platform.rebalancing.plans.plans import (
     ACTIVE,
+    AnyRecord,
     Origin,
     Plan,
     PlanStatus,
@@ -22,11 +23,9 @@ from loomserve.platform.rebalancing.plans.plans import (
     StepStatus,
     spread,
 )
-from loomserve.platform.rebalancing.plans.records import AnyRecord
 from loomserve.platform.rebalancing.plans.reports import Event, EventKind
 from loomserve.platform.rebalancing.policy.actions import kind_of
-from loomserve.platform.rebalancing.policy.correction import Corrections
-from loomserve.platform.rebalancing.policy.forecast import Forecast
+from loomserve.platform.rebalancing.policy.forecast import Corrections, Forecast
 from loomserve.platform.rebalancing.policy.snapshot import Snapshot
 
 

@@ -21,7 +21,7 @@ from loomserve.platform.config import Config
 from loomserve.platform.rebalancing.plans.history import History
 from loomserve.platform.rebalancing.plans.plans import Plan
 from loomserve.platform.rebalancing.plans.reports import Event, Kept
-from loomserve.platform.rebalancing.policy.correction import Corrections
+from loomserve.platform.rebalancing.policy.forecast import Corrections
 
 _BUSY_TIMEOUT_S = 5.0
 _MOST_EVENTS = 1000

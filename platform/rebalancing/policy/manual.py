@@ -14,9 +14,8 @@ from loomserve.platform.rebalancing.policy.actions import (
     RemoveReplica,
     kind_of,
 )
-from loomserve.platform.rebalancing.policy.correction import Corrections
 from loomserve.platform.rebalancing.policy.effects import apply
-from loomserve.platform.rebalancing.policy.forecast import Forecast, way
+from loomserve.platform.rebalancing.policy.forecast import Corrections, Forecast, way
 from loomserve.platform.rebalancing.policy.limits import Refusal, exceeded, over_budget, unable
 from loomserve.platform.rebalancing.policy.planner import Chosen, Proposal, foreseen
 from loomserve.platform.rebalancing.policy.snapshot import Snapshot

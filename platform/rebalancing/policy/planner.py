@@ -29,9 +29,8 @@ from loomserve.platform.rebalancing.policy.actions import (
     kind_of,
 )
 from loomserve.platform.rebalancing.policy.candidates import candidates, reachable
-from loomserve.platform.rebalancing.policy.correction import Corrections
 from loomserve.platform.rebalancing.policy.effects import apply
-from loomserve.platform.rebalancing.policy.forecast import Forecast, forecast
+from loomserve.platform.rebalancing.policy.forecast import Corrections, Forecast, forecast
 from loomserve.platform.rebalancing.policy.heat import Heat, Level, at_once
 from loomserve.platform.rebalancing.policy.limits import (
     Reason,

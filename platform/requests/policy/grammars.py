@@ -242,9 +242,7 @@ def _too_large(param: str, most: int, part: str = "it has") -> BadRequest:
 
 def repeats(pattern: str, most: int) -> int:
     """Copies of a pattern's characters and classes that its counted repeats (``{2,5}``) make.
-
-    Counting stops above ``most``, and where the text is no expression.
-    """
+    Counting stops above ``most``, and where the text is no expression."""
     # Of the expression, and of each group that is open: what is in it, and its last part.
     within, last = [0], [0]
     at, closed = 0, True
@@ -281,10 +279,8 @@ def repeats(pattern: str, most: int) -> int:
 
 def measured(value: Any, param: str) -> tuple[int, list[dict[str, Any]]]:
     """Characters of a value's shortest JSON text, nearly (numbers count as eight), and its objects.
-
     Raises BadRequest for one that is too large or too deep, which is looked at no further than to
-    see that it is.
-    """
+    see that it is."""
     characters, depth = 0, 0
     objects: list[dict[str, Any]] = []
     level: list[Any] = [value]

@@ -24,10 +24,8 @@ _NAMES = ("top_logprobs", "logprobs")
 
 
 def check_logprobs(fields: Mapping[str, Any], prompts: int, *, repeats: bool = False) -> None:
-    """Raises BadRequest if a request with so many prompts asks for too many.
-
-    ``repeats``: a stream's end says again what its chunks have said.
-    """
+    """Raises BadRequest if a request with so many prompts asks for too many. ``repeats``: a
+    stream's end says again what its chunks have said."""
     prompt = fields.get("prompt_logprobs")
     if prompt is not None and _whole(prompt) and not 0 <= prompt < MOST_A_STEP:
         raise _too_many("prompt_logprobs", prompt)
@@ -58,11 +56,9 @@ def check_logprobs(fields: Mapping[str, Any], prompts: int, *, repeats: bool = F
 
 
 def most_tokens(each: int, answers: int, most: int = MOST_AT_ONCE) -> int:
-    """Tokens of a prompt, or of each answer, of which there are no more than ``most``.
-
-    ``each``: log probabilities of a token beside its own; negative: the whole vocabulary.
-    ``answers`` are to one prompt.
-    """
+    """Tokens of a prompt, or of each answer, of which there are no more than ``most``. ``each``:
+    log probabilities of a token beside its own; negative: the whole vocabulary. ``answers`` are to
+    one prompt."""
     return max(1, most // ((each + 1) * answers)) if each >= 0 else 1
 
 

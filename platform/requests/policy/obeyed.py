@@ -75,10 +75,8 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 def check_obeyed(
     path: str, fields: Mapping[str, Any], texts: Mapping[str, bytes] | None = None
 ) -> None:
-    """Check a request to one of vLLM's endpoints; ``texts`` are fields left as JSON.
-
-    Raises BadRequest for a field that would change the answer and is not obeyed.
-    """
+    """Check a request to one of vLLM's endpoints; ``texts`` are fields left as JSON. Raises
+    BadRequest for a field that would change the answer and is not obeyed."""
     if path not in PASSED_ON:
         return
     refused = REFUSED_EMBEDDINGS if path == EMBEDDINGS else REFUSED

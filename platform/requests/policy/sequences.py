@@ -74,10 +74,8 @@ def check_prompts(
     path: str, fields: Mapping[str, Any], texts: Mapping[str, bytes] | None = None
 ) -> None:
     """Raises BadRequest for a list of prompts that mixes texts, tokens, lists of tokens or
-    messages; ``texts`` are fields left as JSON.
-
-    vLLM takes a list with numbers among its texts, or with true, for one prompt of tokens.
-    """
+    messages; ``texts`` are fields left as JSON. vLLM takes a list with numbers among its texts, or
+    with true, for one prompt of tokens."""
     for name in PROMPTS.get(path, ()):
         if name in fields:
             uniform = _is_uniform(fields[name])

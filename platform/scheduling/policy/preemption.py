@@ -69,10 +69,8 @@ class StayingRequest:
 
 def leaving(requests: Iterable[StayingRequest], most: int) -> list[str]:
     """Choose at most so many requests to go on elsewhere, those first that lose least; their ids.
-
     Waiting ones lose nothing: the newest go first, as they would be served last here. Then go
-    running ones with the fewest tokens to be loaded or computed again.
-    """
+    running ones with the fewest tokens to be loaded or computed again."""
     ordered = sorted(
         requests,
         key=lambda each: (

@@ -9,11 +9,8 @@ _PATIENCE_S = 600.0
 
 
 class Deadline(QueuePolicy):
-    """Without predictions that is the earliest deadline.
-
-    One that can no longer be met counts as one that was not set, so that what is hopeless does not
-    make others late, too.
-    """
+    """Without predictions that is the earliest deadline. One that can no longer be met counts as
+    one that was not set, so that what is hopeless does not make others late, too."""
 
     asks_left_s = True
 

@@ -14,8 +14,7 @@ from loomserve.deployments import kube
 from loomserve.deployments.batch.standby import StandbyBatchLane
 from loomserve.deployments.controller.pod_controller import PodController
 from loomserve.deployments.readiness import Ready
-from loomserve.platform.access.given_hashes import VARIABLES
-from loomserve.platform.access.keys import hash_key
+from loomserve.platform.access.keys import VARIABLES, hash_key
 from loomserve.platform.fleet.messages import (
     BATCH_DEPLOYMENT,
     CONTROLLER_DEPLOYMENT,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loomserve.platform.access.given_hashes import VARIABLES, with_given_hashes
-from loomserve.platform.access.keys import hash_key
+from loomserve.platform.access.keys import VARIABLES, hash_key, with_given_hashes
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config.loader import parse
 from loomserve.platform.kubernetes.pods import (

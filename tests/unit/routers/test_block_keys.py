@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.routers.block_keys import MOST_BLOCKS, token_keys
+from loomserve.routers.prefix_index import MOST_BLOCKS, token_keys
 
 BLOCK = 4
 TOKENS = st.lists(st.integers(0, 2), max_size=30)

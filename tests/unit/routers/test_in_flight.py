@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from loomserve.platform.state.roles import Role
 from loomserve.routers.base import Replica
 from loomserve.routers.in_flight import NOTHING, Assigned, Booking, InFlight
+from loomserve.routers.policy_choice import RoutingTicket
 from loomserve.routers.snapshot import RoutingStats
-from loomserve.routers.ticket import RoutingTicket
 from tests.unit.routers.tables import reported
 
 

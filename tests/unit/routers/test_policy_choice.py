@@ -12,13 +12,12 @@ import pytest
 
 from loomserve.platform.state import Pace, ReplicaLoad
 from loomserve.platform.state.roles import Role
-from loomserve.routers.block_keys import BLOCK_TOKENS, token_keys
 from loomserve.routers.in_flight import NOTHING, Assigned, InFlight
 from loomserve.routers.policy import KvLink, NodesKv
-from loomserve.routers.policy_choice import ReplicaChooser
+from loomserve.routers.policy_choice import ReplicaChooser, RoutingTicket
+from loomserve.routers.prefix_index import BLOCK_TOKENS, token_keys
 from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.table import ReplicaTable
-from loomserve.routers.ticket import RoutingTicket
 from tests.unit.routers.tables import RoutingPolicy, reported
 
 POLICIES = get_args(RoutingPolicy)

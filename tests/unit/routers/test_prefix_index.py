@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.routers.block_keys import token_keys
-from loomserve.routers.prefix_index import Held, PrefixIndex
+from loomserve.routers.prefix_index import Held, PrefixIndex, token_keys
 from tests.unit.routers.reference import matched_blocks
 
 IDS = ("a", "b", "c")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from loomserve.routers.block_keys import BLOCK_TOKENS
+from loomserve.routers.prefix_index import BLOCK_TOKENS
 from tests.routed_fleet import Asked, Device, RoutedFleet, told_over_reported
 
 SMALL = Device(kv_tokens=40_000, running=64)

@@ -15,10 +15,9 @@ from loomserve.routers.base import Decision
 from loomserve.routers.in_flight import Booking, InFlight
 from loomserve.routers.policies import load_aware, power_of_two, prefix_aware, round_robin
 from loomserve.routers.policy import NodesKv
-from loomserve.routers.policy_choice import ReplicaChooser
+from loomserve.routers.policy_choice import ReplicaChooser, RoutingTicket
 from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.table import ReplicaTable
-from loomserve.routers.ticket import RoutingTicket
 from tests.unit.routers import reference
 from tests.unit.routers.policies.fleets import Pick
 

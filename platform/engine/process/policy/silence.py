@@ -15,11 +15,9 @@ _AT_REST = 0.05
 
 
 def counted_against(passed_s: float, computed_s: float, *, wants: bool) -> float:
-    """Seconds of those passed that count against an engine that does not speak, or not step.
-
-    All of them if it sleeps. One that computes is slow, and one that ``wants`` a core or a disk is
-    on a busy machine; but neither may last for ever. ``computed_s`` it has had on all cores.
-    """
+    """Seconds of those passed that count against an engine that does not speak, or not step. All of
+    them if it sleeps. One that computes is slow, and one that ``wants`` a core or a disk is on a
+    busy machine; but neither may last for ever. ``computed_s`` it has had on all cores."""
     if not wants and computed_s < _AT_REST * passed_s:
         return passed_s
     on_cores_s = min(max(computed_s, 0.0), passed_s)
@@ -30,9 +28,7 @@ def wedged(
     lasted_s: float, counted_s: float, limit_s: float = WEDGED_S, *, stopped: bool = False
 ) -> str | None:
     """Why an engine that has taken no turn for ``lasted_s`` has to be ended; None: it need not.
-
-    ``counted_s`` of them count (:func:`counted_against`), of which ``limit_s`` are allowed.
-    """
+    ``counted_s`` of them count (:func:`counted_against`), of which ``limit_s`` are allowed."""
     if counted_s <= limit_s:
         return None
     if stopped:
@@ -46,10 +42,8 @@ def wedged(
 
 def sends_nothing(turns: int) -> str | None:
     """Why an engine has to be ended that took so many turns in a row and sent nothing meanwhile.
-
     None: it need not. They are counted, not timed: on a busy machine its loop waits for a core as
-    its thread that sends outputs does. ``turns`` begin anew when that has sent something.
-    """
+    its thread that sends outputs does. ``turns`` begin anew when that has sent something."""
     if turns < UNSENT_TURNS:
         return None
     return f"its steps went on, and its thread that sends outputs sent none in {turns} turns"

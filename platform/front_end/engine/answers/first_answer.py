@@ -158,11 +158,9 @@ def questions_to(tasks: Sequence[str]) -> tuple[Question, ...]:
 async def first_problem(
     app: Any, model: str, questions: Sequence[Question], context: Callable[[], RoutingContext]
 ) -> str:
-    """Ask until one question is answered; why none is, or ``""``.
-
-    A later question is asked if the model lacks the endpoint of the one before. Raises RequestError
-    if there is no answer, and it is not known why.
-    """
+    """Ask until one question is answered; why none is, or ``""``. A later question is asked if the
+    model lacks the endpoint of the one before. Raises RequestError if there is no answer, and it is
+    not known why."""
     problem = ""
     for path, fields in questions:
         asked = context()

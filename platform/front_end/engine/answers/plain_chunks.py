@@ -48,10 +48,8 @@ class Template(NamedTuple):
 async def plain_chunks(
     stream: Callable[[AsyncIterator[Any]], Chunks], results: AsyncIterator[Any], *, empty: bool
 ) -> Chunks:
-    """The chunks of vLLM's ``stream`` of a request's results, which are of one answer.
-
-    ``empty``: a token without text is a chunk, too.
-    """
+    """The chunks of vLLM's ``stream`` of a request's results, which are of one answer. ``empty``: a
+    token without text is a chunk, too."""
     passed = _Passed(results)
     chunks = stream(passed)
     try:

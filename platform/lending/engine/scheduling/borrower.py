@@ -21,14 +21,11 @@ from loomserve.kvstore.engine.request_keys import hands_over
 from loomserve.platform.engine.scheduler_calls import WorkerCall
 from loomserve.platform.engine.scheduling.step_hooks import HookedScheduler, StepHooks
 from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
-from loomserve.platform.lending.engine.scheduling.loan import Loan, observe
-from loomserve.platform.lending.engine.scheduling.moves import RequestMoves
-from loomserve.platform.lending.engine.scheduling.partition_use import PartitionUse
-from loomserve.platform.lending.engine.scheduling.placement import RequestPlacement
+from loomserve.platform.lending.engine.scheduling.loan import Loan, PartitionUse, observe
+from loomserve.platform.lending.engine.scheduling.placement import RequestMoves, RequestPlacement
 from loomserve.platform.lending.engine.shards.migration import MigrationPhase, ShardMigration
 from loomserve.platform.lending.policy.limits import LoanPhase
-from loomserve.platform.lending.policy.partition_choice import move
-from loomserve.platform.lending.policy.partition_costs import PartitionCosts
+from loomserve.platform.lending.policy.partition_choice import PartitionCosts, move
 from loomserve.platform.lending.ring.words import Closed
 from loomserve.platform.state.lending_options import LendingOptions
 

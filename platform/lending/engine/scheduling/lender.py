@@ -17,11 +17,24 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from loomserve.platform.engine.scheduler_calls import WorkerCall
 from loomserve.platform.engine.scheduling.step_hooks import HookedScheduler, StepHooks
 from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
-from loomserve.platform.lending.engine.scheduling.partition_use import PartitionUse
-from loomserve.platform.lending.policy.boundary import Memory, tail
-from loomserve.platform.lending.policy.budget import IDLE, LenderStepTimes, ServedTime
-from loomserve.platform.lending.policy.layout import Layout, borrower_blocks, lender_blocks
-from loomserve.platform.lending.policy.limits import LoanLimit, LoanPhase, Observation, Rules, after
+from loomserve.platform.lending.engine.scheduling.loan import PartitionUse
+from loomserve.platform.lending.policy.layout import (
+    Layout,
+    Memory,
+    borrower_blocks,
+    lender_blocks,
+    tail,
+)
+from loomserve.platform.lending.policy.limits import (
+    IDLE,
+    LenderStepTimes,
+    LoanLimit,
+    LoanPhase,
+    Observation,
+    Rules,
+    ServedTime,
+    after,
+)
 from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.words import Closed, RingStats
 from loomserve.platform.state.lending_options import LendingOptions

@@ -20,7 +20,7 @@ from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.batch.executor import LineAnswer, LineCall
-from loomserve.platform.batch.policy.status import BatchStatus
+from loomserve.platform.batch.policy.objects import BatchStatus
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import ModelRoute, ServedModel
 from loomserve.platform.front_end.engine.request_book import lost_request

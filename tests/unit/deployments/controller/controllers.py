@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from loomserve.deployments.controller.controller import Controller
-from loomserve.deployments.engine.deploy import Handed
+from loomserve.deployments.engine.app import Handed
 from loomserve.deployments.ray_node import LivingNode
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.config import LOCAL_NODE, Config

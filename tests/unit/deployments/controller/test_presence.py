@@ -13,7 +13,7 @@ from loomserve.deployments.controller import controller as module
 from loomserve.deployments.controller import presence, presence_mover
 from loomserve.deployments.controller.controller import Controller
 from loomserve.deployments.controller.replica_calls import ReplicaUnreachableError
-from loomserve.deployments.engine.deploy import Handed
+from loomserve.deployments.engine.app import Handed
 from loomserve.platform.base.errors import Conflict, Unavailable, UnknownModel
 from loomserve.platform.config import Config, Idle, Model
 from loomserve.platform.fleet.messages import Heartbeat

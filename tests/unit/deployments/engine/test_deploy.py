@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from ray.serve.config import RequestRouterConfig
 
-from loomserve.deployments.engine import deploy
-from loomserve.deployments.engine.deploy import Handed, applications, hand_to_serve
+from loomserve.deployments.engine import app
+from loomserve.deployments.engine.app import Handed, applications, hand_to_serve
 from loomserve.platform.config import Device, Model
 from loomserve.platform.fleet.messages import EngineSpec
 from tests.unit.deployments.engine.test_app import spec_of
@@ -29,10 +29,10 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         devices.extend(apps)
 
     begun = set[str]()
-    monkeypatch.setattr(deploy, "begin", lambda orders: begun.update(o.device for o in orders))
-    monkeypatch.setattr(deploy, "run_replicas", run)
-    monkeypatch.setattr(deploy, "fetch_from_hub", lambda *_: None)
-    monkeypatch.setattr(deploy.catalog, "resolve", lambda *_, **__: Path("/weights"))
+    monkeypatch.setattr(app, "begin", lambda orders: begun.update(o.device for o in orders))
+    monkeypatch.setattr(app, "run_replicas", run)
+    monkeypatch.setattr(app, "fetch_from_hub", lambda *_: None)
+    monkeypatch.setattr(app.catalog, "resolve", lambda *_, **__: Path("/weights"))
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield devices
@@ -56,7 +56,7 @@ def test_states_of_applications_are_read_meanwhile(
         RequestRouterConfig()  # as Serve makes of each deployment that it has
         return SimpleNamespace(applications={})
 
-    monkeypatch.setattr(deploy.serve, "status", status)
+    monkeypatch.setattr(app.serve, "status", status)
     names = [f"d{at}" for at in range(20)]
     model = Model(name="m", source="org/m", devices=tuple(names))
     spec = spec_of(model, *(Device(name=name, cores=(0,)) for name in names))

@@ -21,8 +21,8 @@ from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import Pace, ReplicaLoad
 from loomserve.platform.state.load_report import LoadReport
 from loomserve.platform.state.roles import Role
-from loomserve.routers.block_keys import BLOCK_TOKENS
 from loomserve.routers.in_flight import InFlight
+from loomserve.routers.prefix_index import BLOCK_TOKENS
 from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.table import ReplicaTable
 from tests.unit.routers.tables import reported

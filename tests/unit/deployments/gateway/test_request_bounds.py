@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
 from loomserve.deployments.gateway.dispatch import ModelRequest
 from loomserve.platform.access.keys import hash_key
-from loomserve.platform.access.sequences import ModelMeter
+from loomserve.platform.access.request_meter import ModelMeter
 from loomserve.platform.access.shared_counts import Count, Counts, SharedCounts
 from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.config import ApiKey, Server

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from loomserve.kvstore.engine.messages import Transferred
 from loomserve.kvstore.engine.pace import StepPace, TailBudget
 from loomserve.kvstore.engine.request_keys import hands_over
-from loomserve.kvstore.engine.save_calendar import SaveCalendar
-from loomserve.kvstore.engine.save_tracker import SaveTracker
+from loomserve.kvstore.engine.save_tracker import SaveCalendar, SaveTracker
 from loomserve.kvstore.engine.swap_ledger import HANDOFF_S
 from loomserve.kvstore.engine.transfers.transfer import Save
 from loomserve.kvstore.index.radix import KEY_BYTES

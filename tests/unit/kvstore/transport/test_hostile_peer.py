@@ -18,8 +18,7 @@ import pytest
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.protocol import Reserve, Reserved, decode_slots
 from loomserve.kvstore.storage.checksum import BlockLayout, seed
-from loomserve.kvstore.transport.channel import Channel
-from loomserve.kvstore.transport.hello import HELLO_S, MAGIC, greet
+from loomserve.kvstore.transport.channel import HELLO_S, MAGIC, Channel, greet
 from loomserve.kvstore.transport.protocol import (
     FetchRequest,
     PeerAddress,

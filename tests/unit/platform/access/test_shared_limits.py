@@ -10,8 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from loomserve.platform.access.allowances import Allowances
 from loomserve.platform.access.policy.bank import LimitAnswer, LimitBank, LimitReport
-from loomserve.platform.access.request_meter import RequestMeter
-from loomserve.platform.access.sequences import ModelMeter
+from loomserve.platform.access.request_meter import ModelMeter, RequestMeter
 from loomserve.platform.access.token_meter import KeyMetrics, TokenMeter
 from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.config import ApiKey

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from loomserve.platform.base.clock import steady_unix_clock
+from loomserve.platform.base.periodic import steady_unix_clock
 
 
 def test_it_goes_on_from_the_time_of_day_whatever_becomes_of_that(

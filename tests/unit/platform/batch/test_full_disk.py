@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from loomserve.platform.batch.executor import LineAnswer, LineCall, LineOutcome
-from loomserve.platform.batch.policy.status import BatchStatus
+from loomserve.platform.batch.policy.objects import BatchStatus
 from tests.unit.platform.batch.http.test_api import Api
 from tests.unit.platform.batch.test_lane import Bench, Engines, requests, until
 

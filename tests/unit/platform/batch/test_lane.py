@@ -28,8 +28,14 @@ from loomserve.platform.batch.lane import BatchLane
 from loomserve.platform.batch.length_estimation import LengthEstimator
 from loomserve.platform.batch.line_runner import MOST_ATTEMPTS
 from loomserve.platform.batch.live import LiveBatch
-from loomserve.platform.batch.policy.objects import INPUT, BatchRecord, FileRecord, new_id
-from loomserve.platform.batch.policy.status import ENDED, BatchStatus
+from loomserve.platform.batch.policy.objects import (
+    ENDED,
+    INPUT,
+    BatchRecord,
+    BatchStatus,
+    FileRecord,
+    new_id,
+)
 from loomserve.platform.batch.store.store import BatchStore
 from loomserve.platform.config import Batch
 from loomserve.platform.fleet.messages import ServedModel

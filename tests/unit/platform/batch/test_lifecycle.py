@@ -12,8 +12,7 @@ import pytest
 
 from loomserve.platform.batch import ending, lifecycle
 from loomserve.platform.batch.policy import progress
-from loomserve.platform.batch.policy.objects import BatchRecord
-from loomserve.platform.batch.policy.status import BatchStatus
+from loomserve.platform.batch.policy.objects import BatchRecord, BatchStatus
 from tests.unit.platform.batch.test_lane import Bench, Engines, hurry, requests, until
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,7 @@ import pytest
 
 from loomserve.platform.base.errors import TakenOver
 from loomserve.platform.batch import ending
-from loomserve.platform.batch.policy.status import BatchStatus
+from loomserve.platform.batch.policy.objects import BatchStatus
 from loomserve.platform.batch.store.lines import StoredAnswer
 from loomserve.platform.batch.store.store import BatchStore
 from tests.unit.platform.batch.test_lane import (

@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry
 from loomserve.platform.base.errors import RequestError, Unavailable, UnknownModel
 from loomserve.platform.config import Elastic
 from loomserve.platform.elastic import cold_start_queue as module
-from loomserve.platform.elastic.cold_start_queue import ColdStartQueue
-from loomserve.platform.elastic.metrics import WaitingMetrics
+from loomserve.platform.elastic.cold_start_queue import ColdStartQueue, WaitingMetrics
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.state import ModelStatus
 from tests.unit.platform.fleet.heartbeats import served_model

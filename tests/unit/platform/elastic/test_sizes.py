@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from loomserve.platform.config import Model
 from loomserve.platform.devices.memory import ENGINE_BYTES, GPU_ENGINE_BYTES
-from loomserve.platform.elastic.sizes import ModelSizes
+from loomserve.platform.elastic.observe import ModelSizes
 from loomserve.platform.state import Presence
 
 GIB = 2**30

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from loomserve.platform.config import Model
 from loomserve.platform.fleet.fleet import Fleet
-from loomserve.platform.fleet.lending_pairs import lending_options
+from loomserve.platform.fleet.lending_pairs import lending_options, paired
 from loomserve.platform.fleet.messages import Heartbeat
-from loomserve.platform.fleet.pairing import paired
 from loomserve.platform.fleet.snapshot import Drains, FleetModel, ModelRecord, ReplicaRecord
 from loomserve.platform.state import BorrowingState, Presence, ReplicaLoad
 from tests.unit.platform.fleet.heartbeats import DEVICES, loan, report

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from loomserve.platform.config.rebalancing import Rebalancing
-from loomserve.platform.rebalancing.policy.correction import Corrections
+from loomserve.platform.rebalancing.policy.forecast import Corrections
 from loomserve.platform.rebalancing.policy.heat import Heat, classify
 from loomserve.platform.rebalancing.policy.planner import Proposal, propose
 from loomserve.platform.rebalancing.policy.snapshot import (

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from loomserve.platform.batch.http.api import BatchApi
-from loomserve.platform.batch.policy.status import BatchStatus
+from loomserve.platform.batch.policy.objects import BatchStatus
 from loomserve.platform.config import Batch
 from tests.unit.platform.batch.http.test_api import TOKEN, Api, SignedBy
 from tests.unit.platform.batch.test_lane import Bench, Engines, requests, until

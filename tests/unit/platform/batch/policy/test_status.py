@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from loomserve.platform.batch.policy.objects import BatchRecord, window_seconds
-from loomserve.platform.batch.policy.status import ENDED, TRANSITIONS, BatchStatus, stamp
+from loomserve.platform.batch.policy.objects import (
+    ENDED,
+    TRANSITIONS,
+    BatchRecord,
+    BatchStatus,
+    stamp,
+    window_seconds,
+)
 
 
 def test_every_state_but_the_first_has_a_stamp_and_every_state_can_end() -> None:

@@ -22,16 +22,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from loomserve.platform.base.errors import BadRequest, Conflict, NotFound, StartError
 from loomserve.platform.batch.policy.lines import BatchLine
 from loomserve.platform.batch.policy.objects import (
-    INPUT,
-    BatchRecord,
-    FileRecord,
-    LineError,
-)
-from loomserve.platform.batch.policy.status import (
     CANCELLABLE,
     ENDED,
+    INPUT,
     TRANSITIONS,
+    BatchRecord,
     BatchStatus,
+    FileRecord,
+    LineError,
 )
 from loomserve.platform.batch.store.lines import StoredAnswer
 from loomserve.platform.batch.store.store import BatchStore

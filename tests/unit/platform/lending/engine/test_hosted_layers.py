@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from loomserve.platform.lending.engine.hosted_layers import HostedLayers
+from loomserve.platform.lending.engine.lender_worker import HostedLayers
 
 
 def test_positions_behind_the_models_last_are_refused() -> None:

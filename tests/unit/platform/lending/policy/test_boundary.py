@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.platform.lending.policy.boundary import Memory, tail
+from loomserve.platform.lending.policy.layout import Memory, tail
 
 # 1,600 blocks: a margin of 50, a reserve of 100.
 REST = Memory(

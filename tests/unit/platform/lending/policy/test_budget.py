@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.platform.lending.policy.budget import ServedTime
+from loomserve.platform.lending.policy.limits import ServedTime
 
 seconds = st.floats(0.001, 1.0)
 

@@ -17,7 +17,7 @@ from loomserve.platform.rebalancing.actuators.replicas import (
     RequestsActuator,
     RoleActuator,
 )
-from loomserve.platform.rebalancing.plans.records import ActionRecord
+from loomserve.platform.rebalancing.plans.plans import ActionRecord
 from loomserve.platform.rebalancing.policy.actions import AddReplica, Move, RemoveReplica, SetRole
 from loomserve.platform.rebalancing.policy.snapshot import MoveKind
 from loomserve.platform.state.roles import Role

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Progress
-from loomserve.platform.rebalancing.plans.records import ActionRecord
+from loomserve.platform.rebalancing.plans.plans import ActionRecord
 from loomserve.platform.rebalancing.policy.actions import Action
 from loomserve.platform.rebalancing.policy.effects import apply
 from loomserve.platform.rebalancing.policy.measured import Measured

@@ -12,9 +12,8 @@ from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.rebalancing.policy import planner
 from loomserve.platform.rebalancing.policy.actions import Action, kind_of
 from loomserve.platform.rebalancing.policy.candidates import candidates
-from loomserve.platform.rebalancing.policy.correction import Corrections, Factors
 from loomserve.platform.rebalancing.policy.effects import apply
-from loomserve.platform.rebalancing.policy.forecast import forecast
+from loomserve.platform.rebalancing.policy.forecast import Corrections, Factors, forecast
 from loomserve.platform.rebalancing.policy.heat import Level, classify
 from loomserve.platform.rebalancing.policy.limits import (
     engines_of,

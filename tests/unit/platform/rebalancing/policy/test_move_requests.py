@@ -13,9 +13,8 @@ from loomserve.platform.base.errors import Conflict, NotFound
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.rebalancing.plans.plans import spread
 from loomserve.platform.rebalancing.policy.actions import ActionKind, Move, MoveRequests, kind_of
-from loomserve.platform.rebalancing.policy.correction import Corrections
 from loomserve.platform.rebalancing.policy.effects import apply
-from loomserve.platform.rebalancing.policy.forecast import Forecast, forecast
+from loomserve.platform.rebalancing.policy.forecast import Corrections, Forecast, forecast
 from loomserve.platform.rebalancing.policy.limits import Reason, unable
 from loomserve.platform.rebalancing.policy.manual import manual
 from loomserve.platform.rebalancing.policy.snapshot import (

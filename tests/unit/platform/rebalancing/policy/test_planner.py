@@ -20,9 +20,8 @@ from loomserve.platform.rebalancing.policy.actions import (
     SetRole,
 )
 from loomserve.platform.rebalancing.policy.candidates import candidates
-from loomserve.platform.rebalancing.policy.correction import MOST, Corrections
 from loomserve.platform.rebalancing.policy.effects import apply
-from loomserve.platform.rebalancing.policy.forecast import Forecast
+from loomserve.platform.rebalancing.policy.forecast import MOST, Corrections, Forecast
 from loomserve.platform.rebalancing.policy.heat import Heat, classify
 from loomserve.platform.rebalancing.policy.limits import Reason, unable
 from loomserve.platform.rebalancing.policy.measured import Flaw, Unfit

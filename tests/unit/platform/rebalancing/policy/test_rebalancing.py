@@ -15,26 +15,29 @@ from loomserve.platform.base.errors import Conflict, NotFound
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.rebalancing.plans.history import History
 from loomserve.platform.rebalancing.plans.plans import (
-    Plan,
-    PlanStatus,
-    StepStatus,
-    plan_of,
-    spread,
-)
-from loomserve.platform.rebalancing.plans.records import (
     ActionRecord,
     AnyRecord,
+    Plan,
+    PlanStatus,
     ReplicasRecord,
     RequestsRecord,
     RoleRecord,
     RunningRecord,
     ShardRecord,
+    StepStatus,
+    plan_of,
+    spread,
 )
 from loomserve.platform.rebalancing.plans.reports import EventKind
 from loomserve.platform.rebalancing.policy.actions import ActionKind, Move
-from loomserve.platform.rebalancing.policy.correction import MOST, Corrections
 from loomserve.platform.rebalancing.policy.effects import apply
-from loomserve.platform.rebalancing.policy.forecast import Forecast, forecast, tpot_ratio
+from loomserve.platform.rebalancing.policy.forecast import (
+    MOST,
+    Corrections,
+    Forecast,
+    forecast,
+    tpot_ratio,
+)
 from loomserve.platform.rebalancing.policy.heat import Heat, Level, classify
 from loomserve.platform.rebalancing.policy.snapshot import MoveKind, Snapshot
 from loomserve.platform.state.roles import Role

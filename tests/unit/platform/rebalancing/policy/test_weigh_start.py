@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loomserve.platform.rebalancing.policy.actions import AddReplica
-from loomserve.platform.rebalancing.policy.correction import Corrections
+from loomserve.platform.rebalancing.policy.forecast import Corrections
 from loomserve.platform.rebalancing.policy.limits import Reason, Refusal
 from loomserve.platform.rebalancing.policy.measured import Flaw, Measured, Unfit
 from loomserve.platform.rebalancing.policy.planner import weigh_start

@@ -8,7 +8,12 @@ from itertools import permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loomserve.platform.scheduling.policy.peak import Growing, PastAnswers, fitting, peak_tokens
+from loomserve.platform.scheduling.policy.admission import (
+    Growing,
+    PastAnswers,
+    fitting,
+    peak_tokens,
+)
 
 growing = st.builds(Growing, st.integers(1, 50), st.integers(0, 50), st.just(False))
 
