@@ -30,7 +30,7 @@ FIRST_REQUESTS_S = 2.0
 """Before them a thread that takes memory would keep the core from whoever waits for the engine."""
 
 
-class UntouchedKv(TorchFunctionMode):
+class UntouchedKv(TorchFunctionMode):  # type: ignore[misc]
     """While it is entered ``torch.zeros`` on a CPU gives bytes that have taken no memory yet."""
 
     memory: mmap.mmap | None = None

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from ctypes import PYFUNCTYPE, c_size_t, c_void_p, cast, memmove
+from ctypes import PyDLL, c_size_t, c_void_p, memmove
 from dataclasses import dataclass, field
 
 from loomserve.kvstore.engine.transfers.memory import BlockMemory, HostStream, KvRows, LayerPieces
@@ -45,7 +45,8 @@ _MOST_TOGETHER = 2**26
 _LONG = 2**16
 """Bytes. To copy fewer takes less time than to wait for the interpreter again, which the engine's
 thread takes whenever this one lets go of it."""
-_short_memmove = PYFUNCTYPE(c_void_p, c_void_p, c_void_p, c_size_t)(cast(memmove, c_void_p).value)
+_short_memmove = PyDLL(None).memmove
+_short_memmove.argtypes, _short_memmove.restype = (c_void_p, c_void_p, c_size_t), None
 
 # Chains whose requests have ended stay among the lost ones.
 _MOST_LOST = 1024
