@@ -11,9 +11,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.conftest import COLD, HOT, Platform
@@ -105,8 +107,15 @@ def test_a_client_in_python_that_is_installed(
     assert said.endswith("went through\n")
 
 
-def test_n8ns_client(platform: Platform, installed: Installed, tmp_path: Path) -> None:
-    folder = installed("node", ("@langchain/openai@1", "@langchain/core@1", "zod@4"))
+@pytest.mark.parametrize("version", ["1.1.3", "1.4.4"])
+def test_n8ns_client(
+    platform: Platform, installed: Installed, version: str, tmp_path: Path
+) -> None:
+    """The package by which n8n's nodes ask stands in for n8n, which wants hundreds of MB.
+
+    The first version is the one of n8n 2.0.0.
+    """
+    folder = installed("node", (f"@langchain/openai@{version}", "@langchain/core@1", "zod@4"))
     # Modules are looked for from where the script is.
     script = shutil.copy(SESSIONS / "langchain_js.mjs", folder)
     assert run(["node", script, platform.url, platform.key, HOT], tmp_path) == "went through\n"
@@ -155,3 +164,31 @@ def test_continue(platform: Platform, installed: Installed, tmp_path: Path) -> N
     program = folder / "node_modules/.bin/cn"
     said = run([program, "--print", "--config", written, "Say hello."], tmp_path)
     assert said.strip()
+
+
+@pytest.fixture
+def clines_home(tmp_path: Path) -> Iterator[Path]:
+    """Cline leaves a daemon behind, which ends with the test."""
+    yield tmp_path
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("HOME") == str(tmp_path):
+                process.kill()
+
+
+def test_cline(platform: Platform, installed: Installed, clines_home: Path) -> None:
+    folder = installed("node", ("@cline/cli-linux-x64@3.0.65",))
+    program = folder / "node_modules/@cline/cli-linux-x64/bin/cline"
+    provider = ("openai-compatible", "-m", COLD)
+    run([program, "auth", "-p", *provider, "-k", platform.key, "-b", f"{platform.url}/v1"],
+        clines_home)  # fmt: skip
+    said = run(
+        [program, "-P", *provider, "-s", "You are brief.", "--auto-approve", "false",
+         "--timeout", "120", "--json", "Say hello."],
+        clines_home,
+        # It samples, and may still talk when its time is over.
+        ends=1,
+    )  # fmt: skip
+    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    texts = [line["event"].get("text") for line in lines if line["type"] == "agent_event"]
+    assert any(texts), said[-2000:]

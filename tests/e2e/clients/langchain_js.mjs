@@ -6,24 +6,29 @@ import { ChatOpenAI } from "@langchain/openai";
 import { z } from "zod";
 
 const [url, apiKey, model] = process.argv.slice(2);
-const chat = new ChatOpenAI({
-  model, apiKey, temperature: 0, maxTokens: 64, maxRetries: 0,
-  configuration: { baseURL: `${url}/v1` },
-});
-const question = "What is the weather in Paris?";
-const said = await chat.invoke(question);
-assert(said.content);
-let streamed = "";
-for await (const chunk of await chat.stream(question)) streamed += chunk.content;
-assert.equal(streamed, said.content);
-
 const weather = tool(({ city }) => `sunny in ${city}`, {
   name: "weather",
   description: "The weather of a city.",
   schema: z.object({ city: z.enum(["Paris", "Rome"]) }),
 });
-const called = await chat.bindTools([weather], { tool_choice: "any" }).invoke(question);
-assert.equal(called.tool_calls[0].name, "weather");
-const answered = await weather.invoke(called.tool_calls[0]);
-assert((await chat.invoke([["user", question], called, answered])).content);
+const question = "What is the weather in Paris?";
+
+// Chat completions, and the Responses API, which n8n's chat node asks.
+for (const useResponsesApi of [false, true]) {
+  const chat = new ChatOpenAI({
+    model, apiKey, useResponsesApi, temperature: 0, maxTokens: 64, maxRetries: 0,
+    configuration: { baseURL: `${url}/v1` },
+  });
+  const said = await chat.invoke(question);
+  assert(said.text);
+  let streamed = "";
+  for await (const chunk of await chat.stream(question)) streamed += chunk.text;
+  assert.equal(streamed, said.text);
+
+  if (useResponsesApi) continue;
+  const called = await chat.bindTools([weather], { tool_choice: "any" }).invoke(question);
+  assert.equal(called.tool_calls[0].name, "weather");
+  const answered = await weather.invoke(called.tool_calls[0]);
+  assert((await chat.invoke([["user", question], called, answered])).text);
+}
 console.log("went through");
