@@ -24,6 +24,7 @@ from loomserve.platform.requests.policy.fields import (
     names,
 )
 from loomserve.platform.requests.policy.refused_fields import (
+    EMPTY_ASKS,
     OFF,
     OFF_VALUES,
     REFUSED,
@@ -80,7 +81,11 @@ def check_obeyed(
     if path not in PASSED_ON:
         return
     refused = REFUSED_EMBEDDINGS if path == EMBEDDINGS else REFUSED
-    left = {name: text for name, text in (texts or {}).items() if text not in _EMPTY}
+    left = {
+        name: text
+        for name, text in (texts or {}).items()
+        if text not in _EMPTY or (text == b"{}" and name in EMPTY_ASKS)
+    }
     for name, value in chain(fields.items(), left.items()):
         if name in _TAKEN[path]:
             continue

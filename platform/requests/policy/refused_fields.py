@@ -23,9 +23,10 @@ class RefusedField:
     instead: str
     """What to send in its place, or where it is obeyed; completes "field: …"."""
     off: tuple[Any, ...] = OFF
+    empty_asks: bool = False
 
     def is_off(self, value: Any) -> bool:
-        return is_off(value, self.off)
+        return is_off(value, self.off) and not (self.empty_asks and value == {})
 
 
 def is_off(value: Any, off: tuple[Any, ...]) -> bool:
@@ -42,8 +43,11 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 """Values beside null, [] and {} that ask for nothing, of fields where they are others than OFF."""
 
+EMPTY_ASKS = frozenset(_READ["empty_asks"]["names"].split())
+"""Fields of which an empty object asks for something."""
+
 REFUSED: Mapping[str, RefusedField] = {
-    name: RefusedField(instead, OFF_VALUES.get(name, OFF))
+    name: RefusedField(instead, OFF_VALUES.get(name, OFF), empty_asks=name in EMPTY_ASKS)
     for instead, names in _READ["instead"].items()
     for name in names.split()
 }

@@ -21,9 +21,15 @@ class _Renderer(OnlineRenderer):  # type: ignore[misc]
     async def preprocess_chat(
         self, request: Any, messages: Any, default_template: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        template = self._written(default_template)
+        if getattr(request, "documents", None) and template and "documents" not in template:
+            raise VLLMValidationError(
+                "The model's chat template takes no documents: write them into a message.",
+                parameter="documents",
+            )
         for number, message in enumerate(messages):
             role = message.get("role") if isinstance(message, dict) else "user"
-            if role not in ROLES and not self._names(role, default_template):
+            if role not in ROLES and template and not _names(template, role):
                 raise VLLMValidationError(
                     f"The role {role!r} is none that the model's template names. Those of all "
                     f"models are {', '.join(sorted(ROLES))}.",
@@ -31,11 +37,13 @@ class _Renderer(OnlineRenderer):  # type: ignore[misc]
                 )
         return await super().preprocess_chat(request, messages, default_template, *args, **kwargs)
 
-    def _names(self, role: Any, template: str | None) -> bool:
-        """Whether the template names the role, or is none that can be read."""
-        written = template or getattr(self.renderer.get_tokenizer(), "chat_template", None)
-        text = str(written or "")
-        return not text or any(f"{mark}{role}{mark}" in text for mark in "'\"")
+    def _written(self, template: str | None) -> str:
+        """The chat template's text; empty: there is none that can be read."""
+        return str(template or getattr(self.renderer.get_tokenizer(), "chat_template", "") or "")
+
+
+def _names(template: str, role: Any) -> bool:
+    return any(f"{mark}{role}{mark}" in template for mark in "'\"")
 
 
 class _Rendering(ServingRender):  # type: ignore[misc]

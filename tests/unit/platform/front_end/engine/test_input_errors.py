@@ -162,6 +162,19 @@ def test_a_role_that_the_template_names_passes(server: Server) -> None:
     assert server.ask(CHAT, said)[0] == 400
 
 
+def test_documents_are_refused_that_the_template_does_not_read(server: Server) -> None:
+    asked = {"messages": [USER], "documents": [{"title": "a", "text": "b"}]}
+    said, param = refused(server, CHAT, asked)
+    assert param == "documents"
+    assert "takes no documents" in said
+    other = Server(chat_template="{% for d in documents %}{{ d.text }}{% endfor %}")
+    try:
+        assert other.ask(CHAT, {"model": "m", **asked})[0] == TAKEN
+        assert server.ask(CHAT, {"model": "m", **asked, "documents": []})[0] == TAKEN
+    finally:
+        other.close()
+
+
 @pytest.mark.parametrize("depth", range(100, 1000, 90))
 def test_what_is_nested_deeply_is_no_error_of_ours(server: Server, depth: int) -> None:
     text = '{"a":' * depth + "1" + "}" * depth

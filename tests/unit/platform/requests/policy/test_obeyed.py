@@ -53,6 +53,11 @@ def test_fields_of_other_servers_are_refused_by_name(path: str) -> None:
         assert known.instead in str(error)
 
 
+@pytest.mark.parametrize("name", ["web_search_options", "guided_json", "json_schema", "audio"])
+def test_an_empty_object_that_asks_for_something_is_refused(name: str) -> None:
+    assert refused(CHAT, {"model": "m", name: {}}).param == name
+
+
 def test_fields_of_other_servers_for_embeddings_are_refused() -> None:
     for name in REFUSED_EMBEDDINGS:
         assert refused(EMBEDDINGS, {"input": "a", name: "b"}).param == name
