@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import base64
 import io
+import math
+import struct
+import wave
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +19,7 @@ from PIL import Image
 
 DEMO_EMBEDDINGS = "demo:all-minilm-l6-v2"
 _COMPLETIONS, _CHAT, _EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+_TRANSCRIPTIONS = "/v1/audio/transcriptions"
 _TOKENS = 200
 _LONG = {"max_tokens": _TOKENS, "temperature": 0, "ignore_eos": True}
 _PROMPT = {"prompt": "Once upon a time there was a small model of many bytes " * 2, **_LONG}
@@ -48,6 +52,19 @@ def _image() -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": parts}], **_LONG}
 
 
+def _recording() -> bytes:
+    """A rising tone of two seconds, at another rate than models of speech hear."""
+    rate = 8000
+    tones = (math.sin(math.tau * (220 + at / 40) * at / rate) for at in range(2 * rate))
+    written = io.BytesIO()
+    with wave.open(written, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(b"".join(struct.pack("<h", int(20_000 * each)) for each in tones))
+    return written.getvalue()
+
+
 @dataclass(frozen=True)
 class Family:
     """One row of the table.
@@ -58,6 +75,7 @@ class Family:
         architecture: In vLLM's words.
         endpoint: What is asked.
         body: Of such a request, but for the model's name.
+        file: What a form has beside the body's fields; None: the body is JSON.
         engine: Options of its engine.
         stored: Whether the KV store holds its blocks.
         lent: Whether ``lending`` takes it.
@@ -70,6 +88,7 @@ class Family:
     architecture: str
     endpoint: str
     body: Mapping[str, Any]
+    file: bytes | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     stored: bool = True
     lent: bool = False
@@ -79,7 +98,7 @@ class Family:
     @property
     def generates(self) -> bool:
         """Whether its answers come as streams, which go on in another engine."""
-        return self.endpoint in (_COMPLETIONS, _CHAT)
+        return self.endpoint in (_COMPLETIONS, _CHAT, _TRANSCRIPTIONS)
 
 
 _NGRAM = {
@@ -194,4 +213,13 @@ FAMILIES = (
         resumed=False,
     ),
     Family("images", "vision", "Idefics3ForConditionalGeneration", _CHAT, _image()),
+    Family(
+        "speech",
+        "audio",
+        "WhisperForConditionalGeneration",
+        _TRANSCRIPTIONS,
+        {"language": "en", "temperature": 0, "max_completion_tokens": _TOKENS},
+        file=_recording(),
+        stored=False,
+    ),
 )

@@ -70,11 +70,18 @@ def name_of(family: Family) -> str:
 
 def answer(platform: Platform, family: Family) -> Any:
     """Whole, without what is another each time."""
-    body = {"model": name_of(family), **family.body}
     with platform.http() as http:
-        response = http.post(family.endpoint, json=body, timeout=200)
+        response = http.post(family.endpoint, **asked(family), timeout=200)
     assert response.status_code == 200, response.text
     return _without(response.json())
+
+
+def asked(family: Family, **fields: Any) -> dict[str, Any]:
+    """The request, as a form if it has a file."""
+    body = {"model": name_of(family), **family.body, **fields}
+    if family.file is None:
+        return {"json": body}
+    return {"data": body, "files": {"file": ("recording.wav", family.file, "audio/wav")}}
 
 
 def _without(value: Any) -> Any:
@@ -92,9 +99,9 @@ class _EndedError(Exception):
 
 def streamed(platform: Platform, family: Family, *, kill: bool) -> str:
     """All that a stream says; its engine is killed with the first words, if it is to be."""
-    body = {"model": name_of(family), **family.body, "stream": True}
     said: list[str] = []
-    with platform.http() as http, http.stream("POST", family.endpoint, json=body) as response:
+    request = asked(family, stream=True)
+    with platform.http() as http, http.stream("POST", family.endpoint, **request) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
             if not line.startswith("data: {"):
