@@ -114,8 +114,11 @@ Lane = tuple[Part, ...]
 
 RINGS: dict[str, tuple[Lane, ...]] = {
     "test": (
-        # The longest first. Platforms wait for much, and leave the cores to unit tests meanwhile.
+        (Part("unit tests", "not slow and not heavy", ("tests/unit",), *_UNIT),),
+        # Platforms wait for much, and leave the cores to unit tests; two at a time would keep each
+        # other waiting.
         (
+            Part("simulated engines", "simulated and not slow", (_E2E,), *_TWO, marker=_SIMULATED),
             Part(
                 "claims on real engines",
                 "claim and not slow",
@@ -124,8 +127,6 @@ RINGS: dict[str, tuple[Lane, ...]] = {
                 marker=_CLAIM,
             ),
         ),
-        (Part("simulated engines", "simulated and not slow", (_E2E,), *_TWO, marker=_SIMULATED),),
-        (Part("unit tests", "not slow and not heavy", ("tests/unit",), *_UNIT),),
     ),
     "engines": (
         (
