@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from loomserve.platform.run.ray_environment import (
 
 _AGENTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
 RAYLET = "raylet"
+_LEAST_PORT = 20_000
+"""Ray's workers have those below by default."""
 HEAD = ("--head", "--include-dashboard=false", "--no-monitor")
 """Of the node that has what a cluster has but once. Nodes come and go by themselves."""
 LONE_ENVIRONMENT = {**DAEMONS_ENVIRONMENT, "RAY_START_HOOK": f"{__name__}.without_clients"}
@@ -77,13 +81,27 @@ def tell_listen_port(raylet: Sequence[str]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
+    """Ports that are free, below those that connections have: one of these may be taken before
+    a process listens at it, which takes seconds."""
+    candidates = [*range(_LEAST_PORT, _first_of_connections())]
+    random.shuffle(candidates)
     with contextlib.ExitStack() as open_until_all_are_chosen:
-        ports = []
-        for _ in range(count):
+        ports = list[int]()
+        # At last one of those nevertheless.
+        for port in chain(candidates, repeat(0)):
+            if len(ports) == count:
+                break
             chosen = open_until_all_are_chosen.enter_context(socket.socket())
-            chosen.bind(("", 0))
-            ports.append(chosen.getsockname()[1])
+            with contextlib.suppress(OSError):
+                chosen.bind(("", port))
+                ports.append(chosen.getsockname()[1])
     return ports
+
+
+def _first_of_connections() -> int:
+    """The first port that Linux gives to a connection, or to whoever asks for any."""
+    text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
+    return int(text.split()[0])
 
 
 def last_line_of(log: Path) -> str:

@@ -16,7 +16,7 @@ MOST_FILES = 25
 MOST_LINES = 700
 MOST_CLASS_LINES = 400
 # The goal is 68,000. Raise it with nothing but what it is for.
-MOST_PRODUCT_LINES = 80_150
+MOST_PRODUCT_LINES = 80_168
 
 # Exceptions, with the reason that each stands for.
 SHARED_NAMES: dict[str, str] = {}
